@@ -9,5 +9,5 @@ DISPATCHED = "_hf_hook"  # the mark of a module that it has dispatched
 
 
 def accelerate_precision() -> Any:
-    """Return the mixed precision that accelerate was set up for: "bf16", "fp16", "no" or None."""
+    """Return accelerate's own setting of mixed precision: "bf16", "fp16", "no", or None if there is none."""
     return importlib.import_module("accelerate.state").AcceleratorState._shared_state.get("_mixed_precision")

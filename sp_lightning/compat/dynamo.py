@@ -48,20 +48,21 @@ def not_compiled_itself(function: F) -> F:
     return cast(F, torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
 
 
-# Not None in a compiler, which looks at tensors to compile code for them, on this thread.
+# Not None while a compiler runs on this thread, which looks at tensors to compile code for them.
 compilation: Callable[[], Any] = CompileContext.current_compile_id
 
-# Not None if functions that the caller calls are compiled; for callers that are not compiled themselves.
+# Not None if functions that the caller calls would be compiled. The caller itself must not be compiled.
 compiling_callback: Callable[[], Any] = eval_frame.get_eval_frame_callback
 
 
 def compiling_as_here(function: F) -> F:
-    """Return a function that compiles what it calls if the caller, which is not compiled itself, does; anywhere."""
+    """Wrap a function so that ``torch.compile`` compiles its calls, on any thread, as it would the caller's."""
     callback = compiling_callback()
     if callback is None:
         return function
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
+        """Call the function with the compiler that was in effect when it was wrapped."""
         before = eval_frame.set_eval_frame(callback)
         try:
             return function(*args, **kwargs)

@@ -45,19 +45,19 @@ __all__ = [
 # Methods of precision plugins that run between backward and the optimizer's step.
 BEFORE_STEP = "_clip_gradients", "_after_closure"
 
-# Of a loop. Without it a plan would have one of several loaders, or its name, for a batch.
+# A loop's loader of all its loaders. Without it a plan would take one of several loaders, or its name, for a batch.
 combined_loader: Callable[[Any], Any] = operator.attrgetter("_combined_loader")
 
 # Without these our values would be logged at other steps than the user's.
 steps_taken: Callable[[Any], int] = operator.attrgetter("fit_loop.epoch_loop._batches_that_stepped")
 should_log: Callable[[Any], bool] = operator.attrgetter("_logger_connector.should_update_logs")
 
-# Of a strategy: what it does to a module in its setup.
+# A strategy's method that wraps a module in its setup.
 setup_model: Callable[[Any], Callable[[Any], Any]] = operator.attrgetter("_setup_model")
 
 
 def is_setting_up() -> bool:
-    """Whether Fabric's ``setup`` moves a module to the device, whose strategy's ``setup_module`` it calls next.
+    """Whether Fabric's ``setup`` is moving a module to the device, before it calls the strategy's ``setup_module``.
 
     Without it such a module would stream for its rank alone first, and then anew.
     """
@@ -69,7 +69,7 @@ def is_setting_up() -> bool:
     return False
 
 
-# Of a callback that averages weights. Without it the whole model would go to the device.
+# The device of a callback that averages weights. Without it the whole model would go to the device.
 average_device: Callable[[Any], Any] = operator.attrgetter("_device")
 
 
@@ -79,7 +79,7 @@ def set_average_device(callback: Any, device: Any) -> None:
 
 
 def is_interactive() -> bool:
-    """Whether this is a notebook or a prompt."""
+    """Whether Python runs in a notebook or at a prompt."""
     return bool(_imports._IS_INTERACTIVE)
 
 
@@ -88,7 +88,7 @@ def local_name(path: str) -> str:
     return str(get_filesystem(path)._strip_protocol(path))
 
 
-# Of a command line: its own ``optimizer`` and ``lr_scheduler`` become the module's.
+# Makes a command line's own ``optimizer`` and ``lr_scheduler`` the module's.
 add_configured_optimizers: Callable[[Any], None] = operator.methodcaller(
     "_add_configure_optimizers_method_to_model", None
 )
@@ -101,14 +101,15 @@ def set_epochs(trainer: Any) -> None:
 
 
 def begin_noting_sigterm(trainer: Any) -> None:
-    """Have a Trainer note SIGTERM, to end after its batch, and pass it on to the processes that it started.
+    """Make a Trainer note SIGTERM, to end after its batch, and pass the signal on to processes that it started.
 
-    By itself it also waits in a collective, wherever the signal came: for ranks which wait for this one. And all ranks
-    come to one before each batch, where nothing tells those that wait who has left, until that one's process ended.
+    Replaces Lightning's own handler, which waits in a collective wherever the signal came, for ranks that wait for this
+    one; and its collective before each batch, in which ranks wait for one that has left until its process has ended.
     """
     connector = trainer._signal_connector
 
     def note(signal: int, frame: Any) -> None:
+        """Note the signal; pass on the first one."""
         if not connector.received_sigterm and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signal)
         connector.received_sigterm = True
@@ -118,16 +119,16 @@ def begin_noting_sigterm(trainer: Any) -> None:
 
 
 def end_noting_sigterm(trainer: Any) -> None:
-    """Have a Trainer do by itself what it does at SIGTERM. Safe twice."""
+    """Give a Trainer its own handling of SIGTERM back. Safe twice."""
     vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
     vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
 
 def attach_data(trainer: Any, module: Any, datamodule: Any) -> None:
-    """Attach what a run trains on, as the Trainer does when it begins."""
+    """Attach a run's module and data to the Trainer, as the Trainer does when a run begins."""
     trainer._data_connector.attach_data(module, datamodule=datamodule)
 
 
 def set_device_mesh(module: Any, mesh: Any) -> None:
-    """Give a module the mesh that its `configure_model` reads; without it no module could cut its layers there."""
+    """Set the mesh that a module's `configure_model` reads; without it no module could cut its layers there."""
     module._device_mesh = mesh

@@ -27,23 +27,23 @@ def consists_of_tensors(tensor: Tensor) -> bool:
 
 
 class Form(NamedTuple):
-    """The recipe by which a tensor is made again of the tensors that it consists of; it refers to none of them."""
+    """The recipe to rebuild a tensor from the tensors that it consists of; refers to none of them."""
 
     kind: Any
     context: Any
     shape: torch.Size
     stride: tuple[int, ...]
-    parts: dict[str, Any]  # None: a plain tensor
+    parts: dict[str, Any]  # the recipe of each inner tensor; None for a plain one
 
     def whole(self, parts: Iterator[Tensor], device: torch.device) -> Tensor:
-        """Make the whole of its innermost tensors, which lie on this device, in order."""
+        """Rebuild the tensor from its innermost tensors, which lie on this device, taken in order."""
         inner = {name: next(parts) if form is None else form.whole(parts, device) for name, form in self.parts.items()}
-        made: Tensor = self.kind.__tensor_unflatten__(inner, _on(device, self.context), self.shape, self.stride)
+        made: Tensor = self.kind.__tensor_unflatten__(inner, _on_device(device, self.context), self.shape, self.stride)
         return made
 
 
 def flattened(tensor: Tensor, name: str = "") -> tuple[Any, list[tuple[str, Tensor]]]:
-    """Return the form of a tensor that consists of others, and the innermost of these, with names that begin so."""
+    """Return the recipe of a tensor that consists of others, and its innermost tensors by path, from ``name`` on."""
     if is_dtensor(tensor):
         return ShardForm(spec_of(tensor)), [(name, local_of(tensor))]
     names, context = getattr(tensor, FLATTEN)()
@@ -58,14 +58,14 @@ def flattened(tensor: Tensor, name: str = "") -> tuple[Any, list[tuple[str, Tens
     return Form(tensor.__class__, context, tensor.size(), tensor.stride(), forms), found
 
 
-def _on(device: torch.device, context: Any) -> Any:
-    """Return what a class needs to make a whole, with this device in the place of every one that it names."""
+def _on_device(device: torch.device, context: Any) -> Any:
+    """Return the context of a flattened tensor with this device in the place of every device."""
     if isinstance(context, torch.device):
         return device
     if isinstance(context, dict):
-        return type(context)({key: _on(device, value) for key, value in context.items()})
+        return type(context)({key: _on_device(device, value) for key, value in context.items()})
     if isinstance(context, (list, tuple)):
-        values = [_on(device, value) for value in context]
+        values = [_on_device(device, value) for value in context]
         return context._make(values) if hasattr(context, "_make") else type(context)(values)
     if is_dataclass(context) and not isinstance(context, type):
         named = {field.name: getattr(context, field.name) for field in fields(context) if field.init}
@@ -77,18 +77,18 @@ def _on(device: torch.device, context: Any) -> Any:
 # ---- DTensors: what torch's tensor parallelism makes of parameters
 
 # Without these no shard could lie in a unit, and no gradient keep the layout in which it arrived. The module is
-# imported by whoever makes DTensors: importing it takes a second.
+# imported where DTensors are made: importing it takes a second.
 _DTENSORS = "torch.distributed.tensor"
 
 
 def is_dtensor_class(kind: type) -> bool:
-    """Whether a class is that of DTensors, or of managed ones."""
+    """Whether a class is DTensor, or one derived from it."""
     module = sys.modules.get(_DTENSORS)
     return module is not None and issubclass(kind, module.DTensor)
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether a tensor is a DTensor, managed or not."""
+    """Whether a tensor is a DTensor, or of a class derived from it."""
     return is_dtensor_class(type(tensor))
 
 
@@ -99,19 +99,19 @@ def is_fully_sharded(module: object) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, once a collective that makes it is done."""
+    """Return the local tensor of a DTensor; wait for a collective that makes it."""
     return arrived(vars(sys.modules[_DTENSORS].DTensor)["_local_tensor"].__get__(tensor))
 
 
 def arrived(tensor: Any) -> Tensor:
-    """Return what a collective makes, once that is done; any other tensor as it is."""
+    """Return a tensor, once a collective that makes it is done."""
     return tensor.wait() if hasattr(tensor, "trigger_wait") else tensor  # type: ignore[no-any-return]
 
 
 def exchange_shards(one: Tensor, other: Tensor) -> None:
-    """Exchange the local tensors and gradients of two DTensors; references to each of them, and its attributes, stay.
+    """Swap the local tensors and gradients of two DTensors; references to each, and the attributes of each, stay.
 
-    ``swap_tensors`` takes attributes along, and refuses weak references.
+    Unlike ``swap_tensors``, which takes attributes along and refuses tensors with weak references.
     """
     if one.requires_grad and one._use_count() > 1:  # type: ignore[attr-defined]
         torch.autograd.graph.get_gradient_edge(one).node.register_prehook(_refuse_graph)
@@ -123,6 +123,7 @@ def exchange_shards(one: Tensor, other: Tensor) -> None:
 
 
 def _refuse_graph(_grads: Any) -> None:
+    """Raise UnsupportedError in a backward by a graph that was recorded before the module was streamed."""
     raise UnsupportedError(
         "a backward came to a DTensor by a graph that was recorded before its module was streamed, when its shard was "
         "on the device: run the forward again"
@@ -135,31 +136,32 @@ def spec_of(tensor: Tensor) -> Any:
 
 
 def over_spec(local: Tensor, spec: Any) -> Tensor:
-    """Make a DTensor over a local tensor; no gradient leads from one to the other."""
+    """Make a DTensor of a local tensor and a spec, without a gradient between the two."""
     return sys.modules[_DTENSORS].DTensor(local, spec, requires_grad=False)  # type: ignore[no-any-return]
 
 
 def laid_out(spec: Any, like: Any) -> Any:
-    """Return the spec of a tensor with the layout of the first of these, and the global strides of the second."""
+    """Return a spec with the layout and type of ``spec``, and the global shape and strides of ``like``."""
     return type(spec)(spec.mesh, spec.placements, tensor_meta=like.tensor_meta._replace(dtype=spec.tensor_meta.dtype))
 
 
 # Without this numbers for a shard on the host would be the host's, the same for each shard and in each call: torch
 # moves on the generator of the mesh's device.
-_drawing: list[Any] = []  # torch's own function, once for each who replaces it
+_drawing: list[Any] = []  # torch's own function, once for each context that is open
 
 
 @contextlib.contextmanager
 def drawing_for_dtensors(drawing: Callable[[str], Any]) -> Iterator[None]:
-    """Have random numbers for DTensors be drawn in a context of the mesh's device, which ``drawing`` makes.
+    """Draw random numbers for DTensors inside ``drawing(type of the mesh's device)``, in this context.
 
-    Whoever else does so meanwhile passes the same function; they end in any order.
+    Such contexts may overlap, and end in any order, if all pass the same function.
     """
     tracker = importlib.import_module("torch.distributed.tensor._random").OffsetBasedRNGTracker
     original = _drawing[0] if _drawing else tracker._distribute_region
 
     @contextlib.contextmanager
     def region(self: Any, spec: Any, generator: Any = None) -> Iterator[None]:
+        """Enter torch's own context and ``drawing``'s."""
         with original(self, spec, generator), drawing(spec.mesh.device_type):
             yield
 
@@ -184,12 +186,12 @@ def writes_to(operator: Any, position: int) -> bool:
 
 
 class ShardForm(NamedTuple):
-    """The recipe by which a DTensor is made again of its local tensor."""
+    """The recipe to rebuild a DTensor from its local tensor."""
 
     spec: Any
 
     def whole(self, parts: Iterator[Tensor], device: torch.device) -> Tensor:
-        """Make the DTensor of its local tensor."""
+        """Rebuild the DTensor from its local tensor, the next of ``parts``."""
         return over_spec(next(parts), self.spec)
 
 
@@ -205,7 +207,7 @@ def convert_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.
 
     A parameter that consists of tensors stays as it is: torch would make it anew, a DTensor even with the same bytes.
     """
-    modules = [] if any(map(is_fully_sharded, module.modules())) else module.modules()  # which looks for its own
+    modules = [] if any(map(is_fully_sharded, module.modules())) else module.modules()  # FSDP looks for its own
     left = []
     for own in [child._parameters for child in modules]:
         apart = {name: one for name, one in own.items() if one is not None and consists_of_tensors(one)}
@@ -219,9 +221,9 @@ def convert_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.
         for own, names, apart in left:
             own.update(apart)
             for name in names:
-                own[name] = own.pop(name)  # in their order, which optimizers number them by
+                own[name] = own.pop(name)  # in the order by which optimizers number parameters
 
 
 def converts_more(module: nn.Module) -> bool:
-    """Whether a module's class converts more than parameters and buffers, as metrics do."""
+    """Whether a module's class has an ``_apply`` of its own, for more than parameters and buffers, as metrics do."""
     return not getattr(type(module), CONVERT).__module__.startswith("torch.")

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 # Without these our own work on weights would be taken for the user's, and wait for itself.
-without_dispatch = torch._C.DisableTorchFunctionSubclass  # of functions by subclasses of Tensor
-without_function_modes = torch._C.DisableTorchFunction  # nor by modes
+without_dispatch = torch._C.DisableTorchFunctionSubclass  # turns off __torch_function__ of subclasses of Tensor
+without_function_modes = torch._C.DisableTorchFunction  # turns off that of modes, too
 
 # Without these a selective checkpoint would count our copies among the operators of the user's code.
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -57,7 +57,7 @@ as_subclass: Callable[..., Any] = Tensor._make_subclass
 # Without it hf/ would have to find out by itself what the arguments of `module.to` mean.
 parse_to: Callable[..., tuple[torch.device | None, torch.dtype | None, bool, Any]] = torch._C._nn._parse_to
 
-# Attributes of tensors that are read without their bytes.
+# Attributes of tensors that can be read while the bytes have not arrived.
 GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION = "_backward_hooks", "_post_accumulate_grad_hooks"
 hooks_of_gradient: Callable[[Tensor], Any] = operator.attrgetter(GRADIENT_HOOKS)  # a dict, or None
 hooks_after_accumulation: Callable[[Tensor], Any] = operator.attrgetter(HOOKS_AFTER_ACCUMULATION)
@@ -69,7 +69,7 @@ call_slot: Callable[[nn.Module], Any] = operator.attrgetter("_compiled_call_impl
 
 
 def set_call_slot(module: nn.Module, call: Any) -> None:
-    """Set what a call of the module runs."""
+    """Set the function that ``module(...)`` runs; None: torch's own code."""
     if call is None:
         vars(module).pop("_compiled_call_impl", None)  # the class has None
     else:
@@ -77,7 +77,7 @@ def set_call_slot(module: nn.Module, call: Any) -> None:
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """Return torch's own code of a call: hooks, and the module's forward."""
+    """Return torch's own code for ``module(...)``, which calls hooks and the module's forward."""
     return module._call_impl
 
 
@@ -99,7 +99,7 @@ def openmp_parallel() -> int | None:
 
 
 def store_within(name: str) -> Any:
-    """Return a connection of one's own to the store by which processes of torch.distributed met."""
+    """Connect anew to the store by which processes of torch.distributed met, with ``name`` before all keys."""
     distributed: Any = torch.distributed
     return distributed.PrefixStore(name, distributed.distributed_c10d._get_default_store()).clone()
 
@@ -108,30 +108,30 @@ def store_within(name: str) -> Any:
 
 # Without these nothing could be planned: a trace looks at each operator, and at what it writes to.
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
-operator_of: Callable[[Any], Any] = operator.attrgetter("_overloadpacket")  # without its overload
+operator_of: Callable[[Any], Any] = operator.attrgetter("_overloadpacket")  # the operator of an overload
 
 
 def fake_tensor(mode: Any, meta: Tensor) -> Tensor:
-    """Make a tensor without data, on the CPU, of a meta tensor, which has its shape."""
+    """Make a fake tensor, without data, on the CPU, in the shape and type of a meta tensor."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor(mode, meta, torch.device("cpu"))
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor is one without data."""
+    """Whether a tensor is a fake one, without data."""
     return hasattr(tensor, "fake_mode")
 
 
 def fake_mode() -> Any:
-    """Make a mode in which tensors have no data; a tensor that has some may be an argument."""
+    """Make a mode in which tensors are fake, without data; tensors with data may be arguments."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def needs_values() -> tuple[type[Exception], ...]:
-    """Return the errors of operators whose result depends on values."""
+    """Return the errors that fake tensors raise where the result of an operator depends on values."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     return DataDependentOutputException, DynamicOutputShapeException

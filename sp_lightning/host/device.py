@@ -32,13 +32,13 @@ from .telemetry import Counters
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 512  # bytes: torch's allocators align so, and kernels are chosen by the alignment of pointers
-STAGING_NBYTES = 16 << 20  # of a buffer: long enough for the link to reach its speed
-STAGING_COUNT = 2  # buffers in each direction: one is filled while the other is emptied
+STAGING_NBYTES = 16 << 20  # bytes of a staging buffer: enough for the link to reach its speed
+STAGING_COUNT = 2  # staging buffers in each direction: one is filled while the other is emptied
 NOT_RECORDED: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def aligned(nbytes: int) -> int:
-    """Round bytes up to the alignment."""
+    """Round a number of bytes up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -47,23 +47,23 @@ class DeviceMemoryError(SuperpipelineError, torch.OutOfMemoryError):
 
 
 class Arrival(Protocol):
-    """The end of a copy."""
+    """The end of a copy that may still be running."""
 
     def wait(self, stream: Any) -> None:
-        """Make what is queued on this stream from here on run after the copy."""
+        """Make work that this stream gets from now on run after the copy. May block the host until that is queued."""
 
     def synchronize(self) -> None:
-        """Wait until the host may write the bytes that went up, or read those that came down."""
+        """Block until the host may write the bytes that went to the device, or read those that came from it."""
 
 
 class IdleEvent:
     """An event of an idle stream: it has always happened."""
 
     def wait(self, stream: Any) -> None:
-        """Return at once."""
+        """Do nothing: an idle stream has no work to wait for."""
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Do nothing: an idle stream has no work to wait for."""
 
 
 class IdleStream(contextlib.nullcontext[None]):
@@ -72,10 +72,10 @@ class IdleStream(contextlib.nullcontext[None]):
     record_event = IdleEvent
 
     def wait_event(self, event: IdleEvent) -> None:
-        """Return at once."""
+        """Do nothing: an idle stream has no work to order."""
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Do nothing: an idle stream has no work to wait for."""
 
 
 class HostMoment:
@@ -85,9 +85,11 @@ class HostMoment:
         self.seconds = time.perf_counter()
 
     def query(self) -> bool:
+        """Return whether the event has happened: an idle stream's always has."""
         return True
 
     def elapsed_time(self, later: HostMoment) -> float:
+        """Return the milliseconds from this event to a later one."""
         return (later.seconds - self.seconds) * 1e3
 
 
@@ -100,36 +102,41 @@ class CudaPageLock:
         self._device = device
 
     def lock(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory for all devices; raise RuntimeError if CUDA refuses."""
         # On a thread of its own: CUDA keeps an error for the thread that caused it, where torch raises it at the next
         # kernel.
         with ThreadPoolExecutor(1, "superpipeline-lock") as thread:
             thread.submit(self._lock, address, nbytes).result()
 
     def _lock(self, address: int, nbytes: int) -> None:
+        """Register host memory with CUDA on the calling thread."""
         cudart = _cudart()
         with torch.cuda.device(self._device):
             _check(cudart, cudart.cudaHostRegister(address, nbytes, self.PORTABLE))
 
     def unlock(self, address: int) -> None:
+        """Unlock host memory once the device has done all its work. Blocks; logs an error instead of raising."""
         try:
             torch.cuda.synchronize(self._device)  # torch does not track this memory: its copies may still run
             cudart = _cudart()
             _check(cudart, cudart.cudaHostUnregister(address))
-        except Exception as error:  # the device is unusable, and the process about to end
+        except Exception as error:  # the device is unusable by now, and the process about to end
             log.debug("superpipeline: host memory could not be unlocked: %s", error)
 
 
 def _cudart() -> Any:
+    """Return torch's binding of the CUDA or HIP runtime."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _check(cudart: Any, error: Any) -> None:
+    """Raise RuntimeError if a call of the CUDA runtime returned an error code."""
     if int(error):
         raise RuntimeError(f"CUDA error {int(error)}: {cudart.cudaGetErrorString(error)}")
 
 
 def page_lock(device: torch.device) -> PageLock | None:
-    """Return the page lock of a device; None if it cannot register memory that torch did not allocate."""
+    """Return the page lock of a device; None if the device cannot register memory that torch did not allocate."""
     return CudaPageLock(device) if device.type == "cuda" else None
 
 
@@ -141,7 +148,7 @@ def available() -> list[str]:
 
 
 def find(name: str | None = None) -> torch.device:
-    """Return the device of that name; without a name the first accelerator, or the CPU if there is none."""
+    """Return the device of a name, or raise; without a name return the first accelerator, else the CPU."""
     found = available()
     if name is None:
         return torch.device(found[0])
@@ -156,14 +163,14 @@ def find(name: str | None = None) -> torch.device:
 
 
 def numbered(device: torch.device) -> torch.device:
-    """Return the device with its number, or the current one's; the CPU without, as tensors there show it."""
+    """Return a device with an index, such as "cuda:0" for "cuda"; the CPU stays without one, as its tensors show."""
     if device.type == "cpu":
         return torch.device("cpu")
     return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def check_supported(device: torch.device) -> None:
-    """Refuse a device that has no memory of its own, or is not available here."""
+    """Raise if a device has no memory of its own, holds no data, or is not available here."""
     if device.type == "mps":
         raise UnsupportedError(
             "device 'mps' shares its memory with the host, so there is nothing to stream: use Lightning's default"
@@ -176,6 +183,7 @@ def check_supported(device: torch.device) -> None:
 
 
 def _refused(name: str) -> OptionError:
+    """Make the OptionError for a device that is not available, naming those that are."""
     return OptionError(argument="device", found=name, allowed="one of " + ", ".join(map(repr, available())))
 
 
@@ -211,11 +219,11 @@ class Device:
         self.slabs, self._lock = slabs or Slabs(), page_lock(self.torch_device)
         self._locked_nbytes = self._largest_slab = 0
         self._rings: Rings | None = None
-        self._clock: Any = None  # an idle stream, made when it is first needed
+        self._clock: Any = None  # a stream without other work, made at the first use of `both_clocks`
         self.counters = Counters()
 
     def new_stream(self) -> Any:
-        """Make a stream beside the others."""
+        """Create a stream on this device."""
         return IdleStream() if self.is_host else torch.Stream(device=self.torch_device)
 
     @property
@@ -225,21 +233,21 @@ class Device:
 
     @functools.cached_property
     def rounds_factors(self) -> bool:
-        """Whether a number on the device is rounded to the type of a narrower tensor that it multiplies."""
+        """Whether this device rounds a 0-dim tensor to the type of the narrower tensor that it multiplies."""
         narrow = torch.tensor([1 + 2**-7], dtype=torch.bfloat16, device=self.torch_device)
         return bool(narrow.clone().mul_(torch.tensor(1 + 2**-8, device=self.torch_device)).eq(narrow))
 
     def synchronize(self) -> None:
-        """Wait for what the calling thread's stream has queued."""
+        """Block until all work on the calling thread's stream is done."""
         self.compute.synchronize()
 
     # ---- memory
 
     def slab(self, nbytes: int) -> Tensor:
-        """Allocate flat host memory that stays, page-locked if that is possible.
+        """Allocate a slab: flat host memory that stays, page-locked if possible.
 
-        Memory of our own where the device can register it: exact, and locked once. Once memory could not be locked, no
-        more is: each attempt might be refused, and slowly. Copies of what is not locked go through staging buffers.
+        After a first refusal no more memory is locked, as each attempt might be refused slowly. Copies of unlocked
+        memory go through staging buffers.
         """
         self._largest_slab = max(self._largest_slab, nbytes)
         if self._can_lock:
@@ -259,7 +267,7 @@ class Device:
             ) from error
 
     def buffer(self, nbytes: int, alignment: int) -> Tensor:
-        """Allocate a buffer as `slab` does, at a multiple of the alignment; no forked process gets it."""
+        """Allocate flat host memory at an aligned address, page-locked if possible. No forked process gets it."""
         flat = self.slab(nbytes + alignment)
         buffer = flat[-flat.data_ptr() % alignment :][:nbytes]
         keep_from_forks(buffer)
@@ -271,7 +279,7 @@ class Device:
         return self.slabs.are_hidden or (self._lock is not None and self._locked_nbytes > 0)
 
     def passing(self, nbytes: int) -> Tensor:
-        """Allocate flat host memory that comes and goes; it is kept until the device's copies are done."""
+        """Allocate short-lived flat host memory, page-locked if possible, which lives until copies of it are done."""
         if self._can_lock:
             try:
                 return memory.locked_by_torch(nbytes)
@@ -281,7 +289,7 @@ class Device:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def _stop_locking(self, nbytes: int, error: Exception) -> None:
-        """Lock no more memory, which is an error if the user requires it."""
+        """Lock no more memory after this refusal; raise HostMemoryError if the user set host_memory='pinned'."""
         self._refusal = (
             f"{format_bytes(nbytes)} of host memory could not be page-locked after"
             f" {format_bytes(self._locked_nbytes)} were ({error})"
@@ -301,7 +309,7 @@ class Device:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def keep_for(self, tensor: Tensor, stream: Any) -> None:
-        """Keep a tensor's memory until the work that is queued on this stream is done."""
+        """Keep the allocator from reusing a tensor's device memory until the work queued on this stream is done."""
         if not self.is_host:
             tensor.record_stream(stream)
 
@@ -324,6 +332,7 @@ class Device:
         return self._memory("peak")
 
     def _memory(self, when: str) -> int:
+        """Return the "current" or "peak" bytes in use on the device; 0 on the CPU."""
         return 0 if self.is_host else int(memory_figures(self.torch_device.index)["allocated_bytes"]["all"][when])
 
     def reset_memory_peak(self) -> None:
@@ -350,7 +359,7 @@ class Device:
         return event
 
     def both_clocks(self) -> tuple[Any, float]:
-        """Read both clocks at one moment: an event, on a stream that is always idle, and the host's seconds."""
+        """Read both clocks at one moment: an event on a stream that is always idle, and the host's seconds."""
         if self.is_host:
             now = HostMoment()
             return now, now.seconds
@@ -369,7 +378,7 @@ class Device:
         after: Arrival | None = None,
         recorded: AbstractContextManager[None] = NOT_RECORDED,
     ) -> Arrival:
-        """Start a copy of bytes to the device, behind what the up stream has queued, and behind the copy ``after``."""
+        """Start a host-to-device copy behind what is on the up stream and the copy ``after``, and return its end."""
         if not self._copies_by_itself(source):
             return self._staging().up.up(self.up.record_event(), target, source, after, recorded)
         if after is not None:
@@ -382,7 +391,7 @@ class Device:
     def send_down(
         self, target: Tensor, source: Tensor, recorded: AbstractContextManager[None] = NOT_RECORDED
     ) -> Arrival:
-        """Start a copy of bytes to the host, behind what the down stream has queued."""
+        """Start a device-to-host copy behind what is on the down stream, and return its end."""
         if not self._copies_by_itself(target):
             return self._staging().down.down(self.down.record_event(), target, source, recorded)
         with self.down, recorded:
@@ -391,7 +400,7 @@ class Device:
         return arrival
 
     def after_compute(self, stream: Any) -> None:
-        """Make what is queued on a copy stream from here on run after what compute has queued."""
+        """Make work that a copy stream gets from now on run after all work now on the compute stream."""
         stream.wait_event(self.current_stream().record_event())
 
     def _copies_by_itself(self, host: Tensor) -> bool:
@@ -417,6 +426,7 @@ class Device:
         return self._rings
 
     def _staging_buffer(self, nbytes: int) -> Tensor:
+        """Allocate a staging buffer, page-locked if possible."""
         try:
             return memory.locked_by_torch(nbytes)
         except RuntimeError:  # then copies block the ring's thread instead of the caller's
@@ -424,7 +434,7 @@ class Device:
 
 
 class Ring:
-    """Compute's memory that copies down still read: the last few, however far the host runs ahead of the device.
+    """Device memory that device-to-host copies still read: the last few allocations, however far the host runs ahead.
 
     Before older memory is let go of, its stream waits for the copies; the host waits in `close` alone.
     """
@@ -434,19 +444,19 @@ class Ring:
         self._held: collections.deque[tuple[Any, Sequence[Arrival], Any]] = collections.deque()
 
     def hold(self, memory: Any, copies: Sequence[Arrival], home: Any) -> None:
-        """Keep memory of the stream ``home`` until it may be used again after these copies."""
+        """Keep device memory of the stream ``home`` while copies read it; let go of the oldest beyond the depth."""
         self._held.append((memory, copies, home))
         self.let_go(self._depth)
 
     def let_go(self, left: int = 0) -> None:
-        """Let go of all memory but the last few pieces; the streams that allocated it wait for the copies."""
+        """Let go of all but the last ``left`` allocations; the streams that allocated them wait for the copies."""
         while len(self._held) > left:
             _, copies, stream = self._held.popleft()
             for copied in copies:
                 copied.wait(stream)
 
     def close(self) -> None:
-        """Wait on the host for the copies, and release all memory."""
+        """Block until all copies are done, and release all memory."""
         while self._held:
             for copied in self._held.popleft()[1]:
                 with contextlib.suppress(DiskError):  # which a step with the gradient raises
@@ -454,5 +464,5 @@ class Ring:
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor without gaps or overlaps, otherwise those of a contiguous one."""
+    """Return the strides of a tensor, made dense in the same order of dimensions where it has gaps or overlaps."""
     return torch.empty_like(tensor, device="meta").stride()

@@ -30,6 +30,7 @@ class HostMemory:
 
 
 def _psutil() -> Any:
+    """Import psutil, at its first use."""
     import psutil  # type: ignore[import-untyped]  # slow to import, and most runs never need it
 
     return psutil
@@ -107,7 +108,7 @@ def gpus_by_vendor(root: Path = ROOT) -> dict[str, int]:
 
 
 def gpu_lanes(root: Path = ROOT) -> list[tuple[int, int]]:
-    """List of each GPU of NVIDIA's or AMD's the PCIe lanes in use and those that it has, where the system says so."""
+    """List for each NVIDIA or AMD GPU its PCIe lanes as (in use, maximum), where the system reports them."""
     found = []
     for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
         vendor, kind = ("".join(_lines(folder / name)) for name in ("vendor", "class"))
@@ -118,7 +119,7 @@ def gpu_lanes(root: Path = ROOT) -> list[tuple[int, int]]:
 
 
 def swapped_bytes() -> int:
-    """Return how much memory is swapped out, of all processes."""
+    """Return the bytes of memory that are swapped out, of all processes together."""
     return int(_psutil().swap_memory().used)
 
 
@@ -133,6 +134,7 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _memory_cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield each memory cgroup folder of this process, parents included, with the names of its limit and use files."""
     base = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -160,16 +162,19 @@ def _cpu_quota(root: Path) -> float | None:
 
 
 def _statistic(file: Path, names: tuple[str, ...]) -> int:
+    """Sum the numbers of these names in a file of "name number" lines."""
     found = (line.split() for line in _lines(file))
     return sum(int(words[1]) for words in found if len(words) == 2 and words[0] in names)
 
 
 def _number(file: Path) -> int | None:
+    """Read a file that holds one whole number; None if it holds anything else or cannot be read."""
     text = "".join(_lines(file)).strip()
     return int(text) if text.isdigit() else None
 
 
 def _lines(file: Path) -> list[str]:
+    """Read the lines of a file; none if it cannot be read."""
     with contextlib.suppress(OSError):
         return file.read_text().splitlines()
     return []
@@ -188,7 +193,7 @@ class Mapping(NamedTuple):
 def mappings() -> list[Mapping]:
     """List the private mappings of files in this process, as far as the system reports them.
 
-    Neighbours that continue each other are one. Memory with a file's descriptor, as ranks share it, is none.
+    Neighbours that continue each other are joined. A memfd, as ranks share it, is left out.
     """
     found: list[Mapping] = []
     if not sys.platform.startswith("linux"):

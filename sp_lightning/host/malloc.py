@@ -19,6 +19,7 @@ LARGEST = 32 * MIB  # up to which glibc's own threshold grows
 
 
 def _library() -> Any:
+    """Load the C library if it is glibc and the user set none of malloc's thresholds; else return None."""
     chosen = any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"))
     if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or os.name != "posix":
         return None
@@ -39,8 +40,8 @@ _state = _HeapState()
 def map_large_blocks() -> None:
     """Make malloc map blocks of at least 1 MiB one by one, so that freeing one returns it to the system.
 
-    While bytes of a run are in files: what the model frees would stay with the process, beside its budget. Units that
-    came and went among gradients left 1.5 times as much as the gradients.
+    For runs with bytes in files: memory that the model frees would otherwise stay with the process, beyond its budget.
+    Units that came and went among gradients left 1.5 times as much as the gradients.
     """
     if _glibc is not None:
         _state.maps_large_blocks = True

@@ -5,8 +5,8 @@
   driver faults in untouched pages one by one.
 - A slab is unlocked once: by `unlock_all`, with its last tensor, or as the interpreter ends.
 - A forked process does not get locked pages, which the kernel would copy for each worker of a data loader.
-- Where several processes share slabs (ranks/shared_slabs.py), what this one reads and writes is another mapping of the
-  same pages than their *truth*, which travels and is stepped. Here both are one.
+- Where several processes share slabs (ranks/shared_slabs.py), user tensors lie over a private mapping of the pages, and
+  copies and steps use a shared one, the *truth*. Here both are the same mapping.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-TOUCHED_AT_ONCE = 32 << 20  # bytes of one thread's turn
+TOUCHED_AT_ONCE = 32 << 20  # bytes that a thread touches at a time
 MOST_THREADS = 8  # with more, the kernel's own locks take the time
 
 
@@ -40,22 +40,22 @@ class PageLock(Protocol):
 class Slabs:
     """An allocator of slabs, which unlocks those that it locked."""
 
-    are_hidden = False  # whether forked processes have none of them
+    are_hidden = False  # whether no forked process gets any slab
 
     def __init__(self) -> None:
         self._locks: list[weakref.finalize[..., Any]] = []
 
     def plain(self, nbytes: int) -> Tensor:
         """Allocate an unlocked slab, whose pages are taken when they are first written."""
-        return over(memory_of(self._mapping(nbytes)))
+        return tensor_over(memory_of(self._mapping(nbytes)))
 
     def locked(self, nbytes: int, lock: PageLock | None) -> Tensor:
-        """Allocate a locked slab; without a lock torch does."""
+        """Allocate a page-locked slab; without a PageLock, from torch's own page-locked memory."""
         if lock is None:
             return locked_by_torch(nbytes)
         mapping = self._mapping(nbytes)
         memory = memory_of(mapping)
-        flat = over(memory)
+        flat = tensor_over(memory)
         self._touch(flat)
         lock.lock(flat.data_ptr(), nbytes)
         self._locks.append(weakref.finalize(memory, _unlock, lock, mapping, flat.data_ptr(), os.getpid()))
@@ -69,27 +69,28 @@ class Slabs:
         self._locks.clear()
 
     def truth(self, tensor: Tensor) -> Tensor:
-        """Return the true bytes of a tensor over a slab, as a tensor like it."""
+        """Return the tensor over the truth (see above) with this one's place and form: here it is this one itself."""
         return tensor
 
     def fill(self, tensor: Tensor, source: Tensor) -> None:
-        """Write the first bytes of a tensor over a slab."""
+        """Copy a weight's initial values into a tensor over a slab."""
         tensor.copy_(source)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return where a weight's bytes in its own type are kept: this tensor, or a copy that ranks share."""
+        """Return the host tensor of a weight whose slab holds a wire copy: this one, or a copy that ranks share."""
         return tensor
 
     def _mapping(self, nbytes: int) -> mmap.mmap:
+        """Map new memory for a slab."""
         return private_mapping(nbytes)
 
     def _touch(self, flat: Tensor) -> None:
         """Fault in all pages of a new slab."""
-        in_parallel(flat, Tensor.zero_)
+        touch_pages(flat, Tensor.zero_)
 
 
 def private_mapping(nbytes: int) -> mmap.mmap:
-    """Map memory that no other process has."""
+    """Map anonymous memory that no other process shares, in huge pages where the system has them."""
     size = max(nbytes, 1)
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return mmap.mmap(-1, size)
@@ -101,41 +102,43 @@ def private_mapping(nbytes: int) -> mmap.mmap:
 
 
 def memory_of(mapping: mmap.mmap) -> ctypes.Array[ctypes.c_uint8]:
-    """Make the object to which all tensors over a mapping refer, and which dies with the last of them."""
+    """Make the object that all tensors over a mapping refer to, and which dies with the last of them."""
     return (ctypes.c_uint8 * len(mapping)).from_buffer(mapping)
 
 
-def over(memory: ctypes.Array[ctypes.c_uint8]) -> Tensor:
-    """Make a flat tensor over a mapping."""
+def tensor_over(memory: ctypes.Array[ctypes.c_uint8]) -> Tensor:
+    """Make a flat tensor of bytes over a mapping."""
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def in_parallel(flat: Tensor, touch: Callable[[Tensor], object]) -> None:
-    """Call a function of one byte of each page, by several threads."""
+def touch_pages(flat: Tensor, touch: Callable[[Tensor], object]) -> None:
+    """Call a function on one byte of each page of a flat tensor, on several threads. Blocks until all are touched."""
     pieces = [flat[begin : begin + TOUCHED_AT_ONCE : mmap.PAGESIZE] for begin in range(0, len(flat), TOUCHED_AT_ONCE)]
     with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1, MOST_THREADS), "superpipeline-touch") as threads:
         list(threads.map(touch, pieces))
 
 
 def locked_by_torch(nbytes: int) -> Tensor:
-    """Allocate page-locked memory of torch's, which caches it."""
+    """Allocate page-locked memory from torch's caching allocator."""
     with torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _unlock(lock: PageLock, mapping: mmap.mmap, address: int, process: int) -> None:
+    """Unlock a slab and give it to forked processes again; do nothing in a forked process."""
     if os.getpid() == process:
         lock.unlock(address)
         _share_with_forks(mapping, True)
 
 
 def keep_from_forks(flat: Tensor) -> None:
-    """Keep memory that begins and ends with a page from forked processes, for good."""
+    """Hide memory that consists of whole pages from forked processes, for good."""
     if hasattr(mmap, "MADV_DONTFORK"):
         ctypes.CDLL(None).madvise(ctypes.c_void_p(flat.data_ptr()), ctypes.c_size_t(flat.nbytes), mmap.MADV_DONTFORK)
 
 
 def _share_with_forks(mapping: mmap.mmap, shared: bool) -> None:
+    """Set whether forked processes get the pages of a mapping."""
     if hasattr(mmap, "MADV_DONTFORK"):
         mapping.madvise(mmap.MADV_DOFORK if shared else mmap.MADV_DONTFORK)

@@ -19,10 +19,10 @@ from ..options import format_both
 from .device import Device
 from .machine import cache_nbytes, host_memory
 
-NOISE = 0.15
-CACHES = 4
-SHORTEST_S = 0.05  # of one measurement
-BESIDE = 8  # passes of the cores beside copies
+NOISE = 0.15  # by which two measurements may differ
+CACHES = 4  # times the last cache's bytes: the size of the arrays
+SHORTEST_S = 0.05  # seconds of the shortest measurement
+BESIDE = 8  # passes of the cores over their arrays while copies run
 
 
 class Rates(NamedTuple):
@@ -32,15 +32,15 @@ class Rates(NamedTuple):
     device_bytes_per_s: float
     up_bytes_per_s: float
     down_bytes_per_s: float
-    duplex: float  # share of that in each direction while both run
-    host_bytes_per_s: float
-    cores_bytes_per_s: float
+    duplex: float  # rate of each direction while both run, as a share of the slower one's alone
+    host_bytes_per_s: float  # of host memory, by the cores and copies together
+    cores_bytes_per_s: float  # of host memory, by the cores alone
     device_nbytes: int
     host_nbytes: int
 
 
 def measured(device: torch.device | str, dtype: torch.dtype, down_cost: float = 1.0) -> Rates:
-    """Measure the machine at hand; this takes about two seconds, and refuses to guess on one that is busy.
+    """Measure the rates of this machine, in about two seconds; raise MeasurementError if other work disturbs them.
 
     Args:
         device: The device that computes.
@@ -57,6 +57,7 @@ def measured(device: torch.device | str, dtype: torch.dtype, down_cost: float = 
 
 
 def _measured(at: Device, dtype: torch.dtype, down_cost: float) -> Rates:
+    """Measure the rates of an open device and its host, one after the other."""
     nbytes, free = CACHES * cache_nbytes(), host_memory().free
     if 5 * nbytes > free:
         needs, available = format_both(5 * nbytes, free)
@@ -64,6 +65,7 @@ def _measured(at: Device, dtype: torch.dtype, down_cost: float) -> Rates:
     one, two = (torch.zeros(nbytes // 8, device="cpu") for _ in range(2))
 
     def on_cores() -> None:
+        """Add one array in host memory to another, on the cores."""
         one.add_(two)  # both are read, one is written
 
     cores = _twice("the host's memory", at, on_cores, 3 * one.nbytes)
@@ -92,12 +94,12 @@ def _measured(at: Device, dtype: torch.dtype, down_cost: float) -> Rates:
 
 
 def _twice(what: str, at: Device, work: Callable[[], object], amount: float) -> float:
-    """Measure twice how much of some work is done a second (Rule 2)."""
+    """Measure twice how much of some work is done a second, and return the better rate (Rule 2)."""
     return _better(what, *(amount / _seconds(at, work) for _ in range(2)))
 
 
 def _better(what: str, one: float, two: float) -> float:
-    """Return the better one of two rates, which are to be alike."""
+    """Return the higher one of two rates; raise MeasurementError if they differ by more than NOISE."""
     if abs(one - two) > NOISE * min(one, two):
         raise MeasurementError(
             f"{what} reached {one:.3g} and then {two:.3g} a second, which differ by more than {NOISE:.0%}: stop what "
@@ -107,8 +109,8 @@ def _better(what: str, one: float, two: float) -> float:
 
 
 def _seconds(at: Device, work: Callable[[], object]) -> float:
-    """Measure the seconds of one call of work that goes on by itself (Rule 3)."""
-    calls, taken = 1, _timed(at, work, 1)  # which is not counted: it warms up
+    """Measure the seconds of one call of asynchronous work: the best of several runs of many calls (Rule 3)."""
+    calls, taken = 1, _timed(at, work, 1)  # a first call, which warms up
     while taken < SHORTEST_S:
         calls = max(2 * calls, round(calls * SHORTEST_S / max(taken, 1e-6)))
         taken = _timed(at, work, calls)
@@ -116,6 +118,7 @@ def _seconds(at: Device, work: Callable[[], object]) -> float:
 
 
 def _timed(at: Device, work: Callable[[], object], calls: int) -> float:
+    """Return the seconds of so many calls of work, from an idle device to an idle device. Blocks."""
     _wait(at)
     begin = time.perf_counter()
     for _ in range(calls):
@@ -125,6 +128,7 @@ def _timed(at: Device, work: Callable[[], object], calls: int) -> float:
 
 
 def _wait(at: Device) -> None:
+    """Block until the device has done all its work."""
     if not at.is_host:
         torch.accelerator.synchronize(at.torch_device)
 
@@ -139,20 +143,23 @@ class _Copies:
         _wait(at)  # the streams of the copies do not wait for the zeros
 
     def up(self) -> None:
+        """Start a copy to the device."""
         with self._at.up:
             self._device[0].copy_(self._host[0], non_blocking=True)
 
     def down(self) -> None:
+        """Start a copy to the host."""
         with self._at.down:
             self._host[1].copy_(self._device[1], non_blocking=True)
 
     def both(self) -> None:
+        """Start a copy in each direction."""
         self.up()
         self.down()
 
 
 def _together(at: Device, copies: _Copies, on_cores: Callable[[], None], nbytes: int, down_cost: float) -> float:
-    """Measure the bytes of host memory that copies both ways and passes of the cores move a second, side by side."""
+    """Measure the bytes of host memory a second that copies both ways and the cores move when they run side by side."""
     rounds = 1 + round(BESIDE * _timed(at, on_cores, 1) / _timed(at, copies.both, 1))
     begin, passes = time.perf_counter(), 0
     for _ in range(rounds):
@@ -167,10 +174,11 @@ def _together(at: Device, copies: _Copies, on_cores: Callable[[], None], nbytes:
 
 
 def _products(at: Device, dtype: torch.dtype) -> float:
-    """Measure the FLOP per second of an MLP's products, as wide as the device needs to be busy, of random numbers."""
-    draw, width = torch.Generator().manual_seed(0), 128  # some devices are slower with them than with zeros
+    """Measure the FLOP a second of an MLP's products of random matrices, wide enough to keep the device busy."""
+    draw, width = torch.Generator().manual_seed(0), 128  # random: some devices are faster with zeros
 
     def mlp() -> Callable[[], Tensor]:
+        """Return a function that computes the MLP's two products on random numbers."""
         line = (torch.randn(4 * width, device="cpu", generator=draw) / width**0.5).to(at.torch_device, dtype)
         sides = (width, width), (width, 4 * width), (4 * width, width)
         tokens, wide, narrow = (line[:columns].repeat(rows, 1) for rows, columns in sides)

@@ -29,7 +29,7 @@ from .telemetry import Lane, Span, causes
 
 LAG = 2  # passes that begin after a pass before it is read (Rule 2)
 DISK_LANES: tuple[Lane, ...] = ("disk in", "disk out")
-OF_THE_HOST: tuple[Lane, ...] = ("optimizer", *DISK_LANES)  # by its clock
+OF_THE_HOST: tuple[Lane, ...] = ("optimizer", *DISK_LANES)  # lanes that are timed by the host's clock
 KEPT = 16  # recorded passes from which figures are made
 
 
@@ -51,7 +51,7 @@ class RecordedStep:
         return self.end - self.start
 
     def of(self, lane: Lane) -> list[Span]:
-        """Return the work of one lane, without stalls."""
+        """Return the spans in which a lane worked, without its stalls."""
         return [span for span in self.spans if span.lane == lane and not span.stall]
 
     def busy(self, lane: Lane) -> float:
@@ -68,6 +68,7 @@ class RecordedStep:
 
     @functools.cached_property  # read again and again while the step is one of the last
     def _causes(self) -> dict[str, float]:
+        """Split the seconds by cause, once: the sums are read again and again while the step is one of the last."""
         return causes(self.spans, self.start, self.end)
 
 
@@ -94,18 +95,18 @@ class _Pass:
     kind: str
     trains: bool
     batch: int
-    reference: Any  # its begin, on the device's clock
-    start: float  # the same moment on the host's
+    reference: Any  # the pass's begin, on the device's clock
+    start: float  # the same moment, on the host's clock
     end: float = 0.0
     entries: list[_Entry] = field(default_factory=list)
 
     def happened(self) -> bool:
-        """Whether all events of the pass have happened. Each stream keeps its order, but there are several."""
+        """Whether all events of the pass have happened; each is asked, as streams finish in any order."""
         ends = (entry.end for entry in reversed(self.entries))
         return self.reference.query() and all(isinstance(end, float) or end.query() for end in ends)
 
     def read(self) -> RecordedStep:
-        """Return the recorded step: its events, converted to times."""
+        """Convert the pass's events to times, and return the recorded step."""
         spans = [
             Span(e.lane, e.unit, self._at(e.start), self._at(e.end), e.phase, e.stall, e.nbytes) for e in self.entries
         ]
@@ -121,13 +122,14 @@ class _Pass:
         )
 
     def _at(self, moment: Any) -> float:
+        """Convert an event, or a time of the host's clock, to seconds of the host's clock."""
         if isinstance(moment, float):
             return moment
         return self.start + float(self.reference.elapsed_time(moment)) / 1e3
 
 
 def _one_after_the_other(spans: Iterable[Span]) -> Iterator[Span]:
-    """Let each span of a disk lane, whose transfers overlap, begin no earlier than the one before it ended."""
+    """Yield spans by their ends, without overlaps in disk lanes: there none starts before the last one ended."""
     until = dict.fromkeys(DISK_LANES, 0.0)
     for span in sorted(spans, key=lambda span: span.end):
         if span.lane in until:
@@ -174,17 +176,17 @@ class Recorder:
     def __init__(self, clock: Device, keep: int = KEPT, wanted: Callable[[int], bool] = lambda batch: True) -> None:
         self._clock = clock
         self._wanted = wanted
-        self._passes: deque[_Pass] = deque()  # not read yet
-        self._now: _Pass | None = None  # the last of them, if it is under way
+        self._passes: deque[_Pass] = deque()  # passes that are not read yet
+        self._now: _Pass | None = None  # the pass under way, if it is recorded
         self._count = 0  # passes begun, recorded or not
-        self._batches = {True: 0, False: 0}  # the same, by whether they train
+        self._batches = {True: 0, False: 0}  # passes begun, recorded or not, by whether they train
         self._computing: _Entry | None = None
         self.steps: deque[RecordedStep] = deque(maxlen=keep)
 
     # ---- listening
 
     def begin_pass(self, kind: str, trains: bool) -> None:
-        """Begin a new pass, to which everything that follows belongs."""
+        """End the pass under way and begin a new one, to which all that is recorded from now on belongs."""
         self._end_pass()
         self._read(LAG)
         batch = self._batches[trains]
@@ -196,17 +198,17 @@ class Recorder:
         self._batches[trains] += 1
 
     def work(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        """Mark the work that is issued in this context as one lane's."""
-        of_pass = self._now  # which the calling thread may end meanwhile
+        """Return a context that records the work issued in it as a span of one lane."""
+        of_pass = self._now  # read once: another thread may end the pass meanwhile
         if of_pass is None:
             return NOT_RECORDED
         now: Callable[[], Any] = time.perf_counter
         if lane not in OF_THE_HOST:
-            now = lambda: self._clock.moment(self._clock.compute)  # noqa: E731  # whose thread copies
+            now = lambda: self._clock.moment(self._clock.compute)  # noqa: E731  # of the copying thread
         return _Work(_Entry(lane, unit, phase, "", nbytes), of_pass.entries, now)
 
     def waiting(self, cause: str, unit: str = "", phase: str = "") -> AbstractContextManager[None]:
-        """Mark a wait of the compute stream in this context. Then it computes for ``unit``, or goes on as before."""
+        """Return a context that records a wait of the compute stream; ``unit``: whose compute begins after the wait."""
         now = self._computing
         if self._now is None or (unit and now is not None and (now.unit, now.phase) == (unit, phase)):
             return NOT_RECORDED
@@ -220,7 +222,7 @@ class Recorder:
             self._end_compute()
 
     def host_waited(self, cause: str, begin: float, end: float) -> None:
-        """Note that the host waited between two readings of ``time.perf_counter``."""
+        """Record that the host waited between two readings of ``time.perf_counter``."""
         entry = _Entry("host", "", "", cause)
         entry.start, entry.end = begin, end
         self._add(entry)
@@ -242,11 +244,13 @@ class Recorder:
     # ---- details
 
     def _add(self, entry: _Entry) -> None:
-        now = self._now  # which the calling thread may end meanwhile
+        """Add an entry to the pass under way, if one is recorded."""
+        now = self._now  # read once: another thread may end the pass meanwhile
         if now is not None:
             now.entries.append(entry)
 
     def _begin_compute(self, unit: str, phase: str) -> Any:
+        """Record an event at which compute for a unit begins, and return the event."""
         moment = self._clock.moment(self._clock.compute)
         if unit:
             self._computing = _Entry("compute", unit, phase)
@@ -254,6 +258,7 @@ class Recorder:
         return moment
 
     def _end_compute(self) -> Any:
+        """Record an event at which the compute under way ends, and return the event."""
         moment = self._clock.moment(self._clock.compute)
         if self._computing is not None:
             self._computing.end = moment
@@ -262,11 +267,13 @@ class Recorder:
         return moment
 
     def _end_pass(self) -> None:
+        """End the pass under way, with its last unit's compute."""
         self.idle()
         if self._now is not None:
             self._now.end = time.perf_counter()
             self._now = None
 
     def _read(self, later: int) -> None:
+        """Read the oldest passes: those with at least ``later`` passes after them, and whose events have happened."""
         while self._passes and self._count - self._passes[0].number > later and self._passes[0].happened():
             self.steps.append(self._passes.popleft().read())

@@ -25,7 +25,7 @@ from ..options import Count, format_both, format_bytes
 from .device import Device
 
 CPU_WINDOW = 2  # one unit computes while the next one is loaded
-RESERVE_SHARE = 0.05  # of the device's memory
+RESERVE_SHARE = 0.05  # share of the device's memory that is left free
 GROWTH = 4  # factor by which a window grows at most at a time: larger ones are approached in measured steps
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class UnitNumbers:
     down_nbytes: int  # of its gradients; 0 for a frozen unit
     parameters: int = 0  # elements that train
     resident: bool = False  # stays on the device, outside the window
-    cast: int = 0  # of the elements that train, those that travel in half precision and are FP32 there
+    cast: int = 0  # elements that train, are FP32 on the host, and travel in half precision
 
     @property
     def trained(self) -> bool:
@@ -65,7 +65,7 @@ def largest_window(units: Sequence[UnitNumbers], budget: int) -> int:
 
 
 def first_window(window: Count, budget: int | None, units: Sequence[UnitNumbers], on_host: bool) -> int:
-    """Return the window to begin with, from which it grows if there is no budget.
+    """Return the size with which the window begins; without a budget the window grows from there.
 
     With a budget it has room for the resident units and their gradients, two gradient buffers of the largest unit that
     streams, and as many of the largest as the window has places. A value of the user's stays. On the CPU more than two
@@ -113,13 +113,13 @@ class Room:
         gradients = [unit.down_nbytes for unit in self._streamed]
         self._packs = sum(gradients) if keeps_gradients else 2 * max(gradients, default=0)
         self._kept: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # bytes of gradients that stay
-        self._beside = 0  # the most bytes of all else
+        self._beside = 0  # the most bytes in use besides gradients that stay
         self.window = self._first = first_window(window, budget, units, device.is_host)
         self.transfer = 1 if transfer == "auto" else min(transfer, self.window)
         self._most = self.window if budget is not None or device.is_host else max(1, len(self._streamed))
-        self.grows = window == "auto" and not device.is_host  # whether it does so from step to step
-        self._others = self._resumed = 0  # bytes, in this run and in the one that it resumes
-        self._fullest = self._window_then = 0  # bytes allocated where most were, and those of the window's units
+        self.grows = window == "auto" and not device.is_host  # whether the window may change from step to step
+        self._others = self._resumed = 0  # bytes of others, in this run and in the run that it resumes
+        self._fullest = self._window_then = 0  # most bytes allocated in this step, and the window's share then
         self._peak = 0
         self._was_trained = self._has_begun = False
         if self.grows:
@@ -132,23 +132,23 @@ class Room:
             )
 
     def note_memory(self, window_nbytes: int) -> None:
-        """Note the memory in use after loads, with these bytes of the window's units."""
+        """Note the device memory in use after loads, and how many bytes of that are the window's units."""
         if (allocated := self._device.memory_allocated()) > self._fullest:
             self._fullest, self._window_then = allocated, window_nbytes
 
     def takes(self, nbytes: int) -> bool:
-        """Note the memory in use; return whether nbytes of gradients may stay there, where `keep` notes them."""
+        """Return whether nbytes of gradients may stay on the device until the step; note the memory in use now."""
         kept = sum(self._kept.values())
         now = self._device.memory_allocated() - kept if self._beside else self._device.memory_peak()
         self._beside = max(self._beside, now)
         return self._beside + kept + nbytes <= (1 - RESERVE_SHARE) * self._device.memory_capacity()
 
     def keep(self, gradient: Any, nbytes: int) -> None:
-        """Note a gradient that is on the device as long as this object lives."""
+        """Count a gradient's bytes as used on the device for as long as the gradient lives."""
         self._kept[gradient] = nbytes
 
     def begin_step(self, trains: bool) -> None:
-        """Choose the window for a step, by what the one before it took."""
+        """Resize the window for the next step, by the memory that the step before it took."""
         if not self.grows:
             return
         if self._has_begun:
@@ -165,11 +165,12 @@ class Room:
         self._fullest = self._window_then = 0
 
     def _note_peak(self) -> None:
+        """Note a new peak of the device's memory, and how much of it was not the window's units."""
         peak = self._device.memory_peak()
         if peak > self._peak:
             self._peak = peak
             is_first = self._was_trained and self.window == self._first
-            packs = self._packs if is_first else 0  # that a faster host has on their way down
+            packs = self._packs if is_first else 0  # gradients that a faster host would have on their way down
             self._others = max(self._others, peak - self._window_then + packs)
 
     def _grow(self, limit: int, why: str = "") -> None:
@@ -182,6 +183,7 @@ class Room:
         self._resize(min(most, limit), why or found)
 
     def _resize(self, window: int, why: str) -> None:
+        """Set the window's size, lower the transfer to it, and log the reason."""
         if window != self.window:
             log.info("superpipeline: window %d -> %d: %s", self.window, window, why)
             self.window, self.transfer = window, min(self.transfer, window)

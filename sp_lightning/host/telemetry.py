@@ -67,6 +67,7 @@ def _first_cause(layers: Iterable[tuple[str, list[Span]]], start: float, end: fl
 
 
 def _union(pieces: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Join the intervals that overlap or touch, and return all in order."""
     result: list[tuple[float, float]] = []
     for start, end in sorted(pieces):
         if result and start <= result[-1][1]:
@@ -97,15 +98,15 @@ class Stats(TypedDict):
     compiled_step: str | None  # variant of the compiled step: "avx512", "avx2" or "default"; None while torch steps
     window: int  # units
     transfer: int  # units
-    units: int  # that stream
+    units: int  # units that stream
     resident_root_bytes: int  # weights that stay on the device
     weight_bytes: int  # all weights, as they are on the device
-    resident_bytes: int  # those of them that are there
+    resident_bytes: int  # weights that are on the device now
     window_bytes: int  # on the device, of resident weights and of a full window, with their gradients
     device_peak: int  # the most on the device so far
-    host_bytes: int  # that streaming takes
-    host_weight_bytes: int  # of them for weights, with the copies that travel
-    host_gradient_bytes: int  # that gradients take in a step
+    host_bytes: int  # host memory that streaming takes
+    host_weight_bytes: int  # host memory of weights and their wire copies
+    host_gradient_bytes: int  # host memory that gradients take in a step
 
 
 @dataclass

@@ -15,14 +15,14 @@ import subprocess
 from collections.abc import Callable
 
 SOURCE = pathlib.Path(__file__).with_name("optimizer.cpp")
-# Nothing is contracted that torch does not contract, and the target is never the machine that compiles.
+# No multiply-add is fused that torch does not fuse, and the target is never the machine that compiles.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC", "-Wl,--as-needed,-s")
 _AVX2 = ("avx2", "fma", "f16c")
 # The instructions that a variant needs, as compilers and Linux name them; the fastest variant first.
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {"avx512": (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl"), "avx2": _AVX2, "default": ()},
 }
-DEFAULT: dict[str, tuple[str, ...]] = {"default": ()}  # on other processors
+DEFAULT: dict[str, tuple[str, ...]] = {"default": ()}  # variants on other processors
 OLDEST_GLIBC = (2, 17)  # of any system for which there are wheels of torch
 
 
@@ -41,7 +41,7 @@ def file_name(variant: str) -> str:
 
 
 def compiler() -> list[str]:
-    """Return the words by which the C++ compiler is called."""
+    """Return the command line words that start the C++ compiler; raise Unavailable if there is none."""
     words = shlex.split(os.environ.get("CXX") or "c++")
     if shutil.which(words[0]) is None:
         raise Unavailable(f"no C++ compiler ({words[0]!r}, from $CXX, else c++) is on this machine")
@@ -55,7 +55,7 @@ def command(words: list[str], variant: str, source: pathlib.Path, target: pathli
 
 
 def output(words: list[str], start: Callable[..., subprocess.Popen[str]] = subprocess.Popen) -> str:
-    """Run a program to its end and return what it wrote."""
+    """Run a program to its end and return its output; raise Unavailable if it fails."""
     process = start(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     written, _ = process.communicate()
     if process.returncode:
@@ -74,7 +74,7 @@ def compile_all(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def platform_tag(libraries: list[pathlib.Path]) -> str:
-    """Return the platform tag of a wheel with these libraries, from the symbols of glibc that they refer to."""
+    """Return the wheel platform tag ("manylinux_...") that these libraries need, by their glibc symbols."""
     found = {OLDEST_GLIBC}
     for library in libraries:
         versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", library.read_bytes())

@@ -25,13 +25,13 @@ from .build import SOURCE, Unavailable
 
 FOLDER = pathlib.Path(__file__).parent
 SWITCH = "SP_LIGHTNING_KERNELS"
-# Held where no fork may come: in the dynamic loader, whose locks nobody would release in the child, and where a program
-# is started, whose pipes the child would keep open.
+# Held where a fork would do harm: in the dynamic loader, whose locks nobody would release in the child, and where a
+# program is started, whose pipes the child would keep open.
 unforked = threading.Lock()
 
 
 def variant() -> str:
-    """Name the fastest variant that this processor runs, or the one that the environment asks for."""
+    """Return the name of the fastest variant that this processor runs, or of the one that the environment asks for."""
     here = _instructions()
     runs = [name for name, needed in build.variants().items() if here.issuperset(needed)]
     asked = os.environ.get(SWITCH) or runs[0]
@@ -54,13 +54,14 @@ def _instructions() -> frozenset[str]:
 
 
 def compiled() -> pathlib.Path:
-    """Return the path of this processor's variant, compiling it into the user's cache if it is not there."""
+    """Return the path of the library for this processor; compile it into the user's cache if it is not there."""
     name = variant()
     shipped = FOLDER / build.file_name(name)
     return shipped if shipped.exists() else _in_the_cache(name)
 
 
 def _in_the_cache(name: str) -> pathlib.Path:
+    """Return a variant's library in the user's cache; compile it if missing, in one process at a time."""
     words = build.compiler()
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sp_lightning"
     wanted = build.command(words, name, pathlib.Path(), pathlib.Path())
@@ -79,12 +80,13 @@ def _in_the_cache(name: str) -> pathlib.Path:
 
 
 def _start(words: list[str], **pipes: Any) -> subprocess.Popen[str]:
+    """Start a program while holding `unforked`."""
     with unforked:
         return subprocess.Popen(words, **pipes)
 
 
 def load(path: pathlib.Path) -> ctypes.CDLL:
-    """Load a library, whose threads are those of torch's OpenMP; the caller holds `unforked`."""
+    """Load a library, and give it torch's OpenMP threads. The caller holds `unforked`."""
     parallel = openmp_parallel()
     if parallel is None:
         raise Unavailable("torch was built without OpenMP")
@@ -95,7 +97,7 @@ def load(path: pathlib.Path) -> ctypes.CDLL:
 
 # ---- what it is called with
 
-SCALARS = 8  # that a parameter's step takes beside its tensors
+SCALARS = 8  # numbers that a parameter's step takes besides its tensors
 
 
 class Tensors(ctypes.Structure):

@@ -56,14 +56,14 @@ using Parallel = void (*)(void (*body)(void*), void* argument, unsigned threads,
 
 Parallel run_on_threads = nullptr;
 
-// Runs the same body on so many threads at once. They share the work by a counter of the body's.
+// Runs the body on each of this many threads at once. The threads share the work by a counter in the body.
 template <class Body>
 void in_parallel(int64_t threads, Body body) {
   if (threads <= 1) return body();
   run_on_threads([](void* it) { (*static_cast<Body*>(it))(); }, &body, static_cast<unsigned>(threads), 0);
 }
 
-// Whether this thread rounds to another number than the nearest, or takes denormals for zero.
+// Returns whether this thread's processor state rounds otherwise than to the nearest, or flushes denormals to zero.
 bool rounds_oddly() {
 #if defined(__x86_64__)
   return _mm_getcsr() & 0xe040;
@@ -78,7 +78,7 @@ bool rounds_oddly() {
 
 // ---- operations
 
-// Of a NaN, too: a minus would be folded into a multiply-add, which keeps a NaN's sign.
+// Flips the sign, that of a NaN, too: the compiler would fold a minus into a multiply-add, which keeps a NaN's sign.
 inline float negated(float a) {
   uint32_t bits;
   std::memcpy(&bits, &a, sizeof bits);
@@ -87,14 +87,17 @@ inline float negated(float a) {
   return a;
 }
 
+// Interpolates as torch's `lerp` does.
 inline float lerp(float from, float to, float weight) {
   return std::fabs(weight) < 0.5f ? __builtin_fmaf(weight, to - from, from) : __builtin_fmaf(weight - 1, to - from, to);
 }
 
+// Returns a + value * x * y, rounded as torch's `addcmul` rounds on CUDA.
 inline float addcmul(float a, float x, float y, float value) {
   return value == 1 ? __builtin_fmaf(x, y, a) : __builtin_fmaf(value, x * y, a);
 }
 
+// Returns a + value * x / y, rounded as torch's `addcdiv` rounds on CUDA.
 inline float addcdiv(float a, float x, float y, float value) {
   return value == 1 ? a + x / y : __builtin_fmaf(value, x / y, a);
 }
@@ -102,12 +105,14 @@ inline float addcdiv(float a, float x, float y, float value) {
 // ---- wire copies, rounded to the nearest even number (Rule 3)
 
 #if defined(__AVX2__) && defined(__F16C__)
+// Rounds 8 numbers to bfloat16, in the lower half of each 32 bits.
 inline __m256i upper_halves(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x), half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
   return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, half)), 16);
 }
 
+// Rounds 16 numbers to float16 or bfloat16.
 inline __m256i rounded(__m256 a, __m256 b, int32_t type) {
   if (type == kFloat16) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT;
@@ -116,9 +121,9 @@ inline __m256i rounded(__m256 a, __m256 b, int32_t type) {
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(upper_halves(a), upper_halves(b)), 0xd8);
 }
 
-// Returns whether there is a NaN.
+// Rounds n numbers to the type of the wire copy, and returns whether there is a NaN.
 bool convert(const float* in, uint16_t* out, int64_t n, int32_t type) {
-  const bool past_the_cache = reinterpret_cast<uintptr_t>(out) % 32 == 0;  // nobody reads them soon
+  const bool past_the_cache = reinterpret_cast<uintptr_t>(out) % 32 == 0;  // wire copies are not read soon
   __m256 nan = _mm256_setzero_ps();
   for (int64_t i = 0; i < n; i += 16) {
     alignas(32) float rest[16] = {};
@@ -142,6 +147,7 @@ bool convert(const float* in, uint16_t* out, int64_t n, int32_t type) {
 }
 
 #else
+// Both round the bits of an FP32 number that is no NaN.
 inline uint16_t bfloat16_of(uint32_t bits) { return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); }
 
 inline uint16_t float16_of(uint32_t bits) {
@@ -168,15 +174,18 @@ bool convert(const float* in, uint16_t* out, int64_t n, int32_t type) {
 }
 #endif
 
+// Makes stores past the cache visible to other threads.
 void finish_stores() {
 #if defined(__x86_64__)
-  _mm_sfence();  // past the cache: other threads read them after this one ended
+  _mm_sfence();  // before this thread ends, after which others read
 #endif
 }
 
 bool can_convert(int32_t type) { return type >= kNone && type < kWires; }
 
 // ---- gradients that came down in half precision
+
+// `widen` converts n numbers in half precision to FP32.
 
 #if defined(__AVX2__) && defined(__F16C__)
 void widen(const uint16_t* in, float* out, int64_t n, int32_t type) {
@@ -198,6 +207,7 @@ void widen(const uint16_t* in, float* out, int64_t n, int32_t type) {
   }
 }
 #else
+// Returns the bits of the FP32 number that equals a float16.
 inline uint32_t wide_of(uint16_t half) {
   const uint32_t sign = (half & 0x8000u) << 16, rest = half & 0x7fff;
   if (rest >= 0x7c00) return sign | 0x7f800000 | (rest & 0x3ff) << 13;
@@ -216,7 +226,7 @@ void widen(const uint16_t* in, float* out, int64_t n, int32_t type) {
 }
 #endif
 
-// Returns the gradients of a block, as they are if nothing is to be done, else made in a buffer in the first-level cache
+// Returns a block's gradients in FP32, times the factor of clipping: in place if they are so, else in the buffer `wide`
 // (Rule 4).
 const float* gradient_of(const Tensors& t, int64_t at, int64_t n, float* wide) {
   if (t.grad_type == kNone) {
@@ -237,6 +247,7 @@ const float* gradient_of(const Tensors& t, int64_t at, int64_t n, float* wide) {
 // The operators on lists are those of torch's `foreach` optimizers. Fused Adam and AdamW have options in FP32, averages
 // as fma(b, m, fma(-b, g, g)), and CUDA's `powf` (`power`). Both kinds of SGD compute alike.
 
+// Returns the gradient that a step uses: negated to maximize, and with L2 weight decay added.
 template <int32_t Flags>
 inline float gradient(float grad, float param, float decay) {
   if (Flags & kMaximize) grad = negated(grad);
@@ -328,6 +339,7 @@ float power(float base, float exponent) {
 
 using Loop = void (*)(const Tensors&, const float*, int64_t, int64_t);
 
+// Returns the loop compiled for a kind and those of the flags that the kind knows, found flag by flag.
 template <int32_t Kind, int32_t Flags, int32_t Next = 1>
 Loop loop_of(int32_t flags) {
   constexpr int32_t own = kMaximize | kDecay | (Kind == kSgd ? kNesterov | kMomentum | kFirst : kDecoupled | kAmsgrad);
@@ -343,6 +355,7 @@ Loop loop_of(int32_t flags) {
   }
 }
 
+// Returns the loop for a request's kind and flags; nullptr for an unknown kind.
 Loop loop_for(int32_t kind, int32_t flags) {
   switch (kind) {
     case kListsAdam: return loop_of<kListsAdam, 0>(flags);
@@ -356,10 +369,11 @@ int64_t blocks_of(const Tensors& t) { return (t.count + kBlock - 1) / kBlock; }
 
 }  // namespace
 
-// Is called before all others.
+// Sets the function that runs a body on threads. Called before all other functions.
 extern "C" void sp_lightning_use(Parallel parallel) { run_on_threads = parallel; }
 
-// Returns 0, or 1 if nothing was done because the processor's rounding is not the usual one, or the request is unknown.
+// Steps all parameters of a request and returns 0; returns 1, with nothing done, if the request is unknown or the thread
+// rounds oddly.
 extern "C" int32_t sp_lightning_step(Request* request) {
   if (rounds_oddly()) return 1;
   const Loop loop = loop_for(request->kind, request->flags);
@@ -372,7 +386,7 @@ extern "C" int32_t sp_lightning_step(Request* request) {
   std::atomic<int64_t> next{0};
   in_parallel(request->threads, [&] {
     alignas(64) float wide[kBlock];
-    int64_t index = 0, first = 0;  // a thread is given blocks in ascending order
+    int64_t index = 0, first = 0;  // of this block's tensors; they only grow, as a thread takes blocks in ascending order
     for (int64_t taken; (taken = next.fetch_add(kTaken)) < total;) {
       for (int64_t block = taken; block < std::min(taken + kTaken, total); block++) {
         while (block - first >= blocks_of(request->tensors[index])) first += blocks_of(request->tensors[index++]);

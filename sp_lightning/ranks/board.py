@@ -1,7 +1,7 @@
 """Numbers that each rank of a machine raises and the others read, and the thread that waits for them.
 
 A number counts the weights of a unit for which a stage is over: a rank raises its own, in memory that all ranks map.
-Whoever waits for a stage waits until every rank's number is as high as its own. So ranks may come to the units in
+A wait for a stage ends when every rank's number is as high as this rank's own. So ranks may come to the units in
 different orders, and at different times.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .watch import Watch
 
-SHORTEST, LONGEST = 5e-5, 1e-3  # seconds between two looks
+SHORTEST, LONGEST = 5e-5, 1e-3  # seconds between two looks at the numbers
 
 
 class Stage(enum.IntEnum):
@@ -26,12 +26,12 @@ class Stage(enum.IntEnum):
 
     ARRIVED = 0  # this rank's gradients are on the host
     READY = 1  # nothing of this rank reads what a step will write
-    WHOLE = 2  # this rank has stepped whole weights, in its user's copy
+    WHOLE = 2  # this rank has stepped whole weights, in its own face of the slabs
     STEPPED = 3  # this rank's parts are stepped
 
 
 class Item(NamedTuple):
-    """A number that is waited for."""
+    """A wait for all ranks' numbers in a column to reach a target."""
 
     column: int
     target: int
@@ -40,10 +40,10 @@ class Item(NamedTuple):
 
 
 class Board:
-    """The numbers of all ranks of a machine."""
+    """The numbers of all ranks of a machine, and the thread that waits for them."""
 
     def __init__(self, numbers: Tensor, rank: int, watch: Watch) -> None:
-        """Share numbers, a row for each rank."""
+        """Start the thread over shared numbers, which have a row for each rank."""
         self._numbers, self._rank, self._watch = numbers, rank, watch
         self._begun: list[tuple[Callable[[], Any], Item]] = []
         self._change, self._is_closed = threading.Condition(), False
@@ -52,9 +52,9 @@ class Board:
         self._thread.start()
 
     def follow(self, stage: Stage, unit: int, count: int, place: str, before: Callable[[], Any] = int) -> Future[None]:
-        """Raise this rank's number by a count, on the thread, once ``before`` has returned.
+        """Raise this rank's number by ``count`` once ``before`` returns; return a future of all ranks' numbers as high.
 
-        Return what is done when all ranks' numbers are as high.
+        Never blocks: the board's thread calls ``before`` and waits.
         """
         column = unit * len(Stage) + stage
         item = Item(column, self._counts.get(column, 0) + count, place, Future())
@@ -65,7 +65,7 @@ class Board:
         return item.reached
 
     def close(self) -> None:
-        """End the thread; what still waits fails. Safe twice."""
+        """End the thread; every wait that is left fails. Safe twice."""
         with self._change:
             self._is_closed = True
             self._change.notify()
@@ -74,6 +74,7 @@ class Board:
     # ---- on the thread
 
     def _run(self) -> None:
+        """Raise this rank's numbers and poll the others' until `close`. Runs on the thread."""
         items: list[Item] = []
         pause = SHORTEST
         while True:
@@ -82,7 +83,7 @@ class Board:
                 while not (items or self._begun or self._is_closed):
                     self._change.wait()
                 begun, self._begun = self._begun, []
-            left = self._left([*items, *(item for before, item in begun if self._begin(before, item))])
+            left = self._complete([*items, *(item for before, item in begun if self._raise_number(before, item))])
             if (error := self._watch.error) is not None or self._is_closed:
                 while left:
                     item = left.pop()
@@ -93,8 +94,8 @@ class Board:
             if items := left:
                 time.sleep(pause)
 
-    def _begin(self, before: Callable[[], Any], item: Item) -> bool:
-        """Raise this rank's number; return whether that is done."""
+    def _raise_number(self, before: Callable[[], Any], item: Item) -> bool:
+        """Call ``before`` and raise this rank's number; fail the item and return False if ``before`` raised."""
         try:
             before()
             self._numbers[self._rank, item.column] = item.target
@@ -103,8 +104,8 @@ class Board:
             item.reached.set_exception(error)
             return False
 
-    def _left(self, items: list[Item]) -> list[Item]:
-        """Complete what all ranks have reached; return the others."""
+    def _complete(self, items: list[Item]) -> list[Item]:
+        """Complete the items whose targets all ranks have reached; return the items that are left."""
         lowest = self._numbers[:, [item.column for item in items]].amin(0).tolist() if items else []
         for item, low in zip(items, lowest, strict=True):
             if low >= item.target:

@@ -27,41 +27,43 @@ class Alone:
     follows_buffers = True  # whether forwards that train, and a Trainer's validation, take the first rank's buffers
 
     def steps(self, chunk: int, overlap: bool, device: Device, store: Store, makes_trips: bool) -> Steps:
-        """Make what steps the stream's weights."""
+        """Make the object that steps the stream's weights."""
         return Steps(chunk, overlap, device, store, makes_trips)
 
     def gradients(self, device: Device, steps: Steps, units: list[Unit], room: Room | None) -> Gradients:
-        """Make what takes gradients to the user's parameters."""
+        """Make the object that brings gradients to the user's parameters."""
         return Gradients(device, steps, room)
 
     def check_shards(self, shards: list[str]) -> None:
-        """Raise unless all ranks have the same shards of DTensors. Collective."""
+        """Raise unless all ranks have the same shards of DTensors. Collective; does nothing for one device."""
 
     def share_units(self, units: list[Unit], device: Device) -> None:
-        """Copy the first rank's weights to all ranks. Collective."""
+        """Copy the first rank's weights to all ranks. Collective; does nothing for one device."""
 
     def share_buffers(self, module: nn.Module) -> None:
-        """Copy the first rank's buffers to all ranks. Collective."""
+        """Copy the first rank's buffers to all ranks. Collective; does nothing for one device."""
 
     def begin_forward(self, module: nn.Module) -> None:
-        """Note the beginning of a forward that trains, or of a Trainer's validation. Collective if buffers are due."""
+        """Copy the first rank's buffers to all ranks if they are due. Collective; does nothing for one device."""
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks of an error. Safe twice."""
+        """Tell the other ranks that this one ends by an error. Safe twice; does nothing for one device."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context without exchanges of gradients."""
+        """Return a context in which backwards exchange no gradients."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """End what ranks have together; others that wait for this one raise. Safe twice."""
+        """End this rank's threads; ranks that wait for this one raise. Safe twice; does nothing for one device."""
 
 
 class Peers(Team, Alone):  # type: ignore[misc]  # its slabs are shared ones
     """The other processes that train the same model."""
 
     def steps(self, chunk: int, overlap: bool, device: Device, store: Store, makes_trips: bool) -> Steps:
+        """Make the object that steps this rank's part of each weight."""
         return SharedSteps(chunk, overlap, device, store, self)
 
     def gradients(self, device: Device, steps: Steps, units: list[Unit], room: Room | None) -> Gradients:
+        """Make the object that brings gradients, as means over all ranks, to the user's parameters."""
         return SharedGradients(device, steps, self, units)

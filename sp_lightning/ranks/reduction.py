@@ -35,46 +35,48 @@ from .shared_slabs import Twin
 from .sums import tree
 from .team import Team
 
-FLYING = 2  # exchanges under way
+FLYING = 2  # exchanges under way at a time
 
 
 class Everywhere(NamedTuple):
-    """The arrival of the parts of all ranks of the machine."""
+    """The end of a copy of means to the host, of which each rank of the machine makes a part."""
 
     reached: Future[None]
 
     def wait(self, stream: Any) -> None:
+        """Block until all ranks' parts have arrived: no stream knows of other ranks' copies."""
         self.synchronize()
 
     def synchronize(self) -> None:
+        """Block until all ranks' parts have arrived."""
         self.reached.result()
 
 
 class Message:
-    """How the gradients of a unit lie in a message, those of one type beside each other.
+    """The layout of a unit's gradients in a flat message: gradients of one type lie beside each other.
 
     The message has a part for each rank, all of one size.
     """
 
     def __init__(self, whose: Sequence[Weight], ranks: int) -> None:
         self.whose, self.places, self.nbytes = whose, list[int](), 0
-        self.types: dict[torch.dtype, slice] = {}  # where gradients of a type lie
+        self.types: dict[torch.dtype, slice] = {}  # the bytes in which gradients of a type lie
         for weight in whose:
             first = self.types.get(weight.value.dtype, slice(self.nbytes, 0)).start
             self.places.append(self.nbytes)
             self.nbytes += aligned(weight.value.nbytes)
             self.types[weight.value.dtype] = slice(first, self.nbytes)
-        self.size = aligned(-(-self.nbytes // ranks))  # of a part
+        self.size = aligned(-(-self.nbytes // ranks))  # bytes of a rank's part
         self.means: Twin | None = None  # the memory of the means, which ranks share
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return the gradients in a message."""
+        """Return a view of the message for each gradient, in the gradient's form."""
         parts = zip(self.whose, self.places, strict=True)
         values = [(weight.value, flat[at : at + weight.value.nbytes]) for weight, at in parts]
         return [part.view(value.dtype).as_strided(value.shape, value.stride()) for value, part in values]
 
     def add(self, rows: Tensor, part: int) -> Tensor:
-        """Add what ranks have of a part, a row for each, in the order of the tree; in the memory of the first."""
+        """Sum a part of the message over rows, one from each rank, in the order of the tree, into the first row."""
         first = part * self.size
         for dtype, where in self.types.items():
             start, stop = (min(max(at - first, 0), self.size) for at in (where.start, where.stop))
@@ -83,31 +85,31 @@ class Message:
 
 
 class Exchanged(NamedTuple):
-    """A unit whose gradients are under way."""
+    """A unit whose gradients are being exchanged."""
 
     unit: Unit
     message: Message
-    reached: list[bool]  # by this rank
+    reached: list[bool]  # whether this rank's backward reached each weight
     is_complete: bool
     sent: Tensor
-    home: Any  # the stream of that memory
-    got: Tensor  # this rank's part, a row of each rank
+    home: Any  # the stream on which `sent` was allocated
+    got: Tensor  # this rank's part of the gradients, one row from each rank
     work: Any
 
 
 class Turns:
-    """The exchanges of one backward."""
+    """The exchanges of one backward: units that wait for their turn, and units under way."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.left = collections.deque(unit for unit in reversed(units) if trained(unit))
         self.ready: dict[Unit, tuple[dict[Weight, Tensor], bool]] = {}
         self.under_way: collections.deque[Exchanged] = collections.deque()
-        self.reached: list[bool] = []  # of all weights that were sent
-        self.unsure: list[tuple[int, Unit, Weight, Any]] = []  # which only other ranks may have reached
+        self.reached: list[bool] = []  # for all weights that were sent, whether this rank reached them
+        self.unsure: list[tuple[int, Unit, Weight, Any]] = []  # weights that only other ranks may have reached
 
 
 def trained(unit: Unit) -> tuple[Weight, ...]:
-    """Return the weights of a unit whose gradients are exchanged."""
+    """Return the weights of a unit whose gradients are exchanged, sorted by type."""
     whose = [weight for weight in unit.weights if weight.host.requires_grad and not weight.is_part]
     return tuple(sorted(whose, key=lambda weight: str(weight.value.dtype)))
 
@@ -122,26 +124,28 @@ class SharedGradients(Gradients):
         self._sums = Ring()
         self._turns: dict[Backward, Turns] = {}
         self._messages: dict[tuple[Weight, ...], Message] = {}
-        self._shown: dict[Weight, weakref.ref[Any]] = {}  # the gradient over a mean that the user got last
+        self._shown: dict[Weight, weakref.ref[Any]] = {}  # the gradient over shared means that the user got last
 
     # ---- turns
 
     def _flush(self, backward: Backward, unit: Unit, came: dict[Weight, Tensor], is_complete: bool) -> None:
+        """Note a unit's gradients, and start the exchange of each unit whose turn has come. Collective."""
         turns = self._turns_of(backward)
         if turns is None or unit not in turns.left:
             super()._flush(backward, unit, came, is_complete)
             return
         turns.ready[unit] = came, is_complete
         while turns.left and turns.left[0] in turns.ready:
-            self._begin(backward, turns, turns.left.popleft())
+            self._start_exchange(backward, turns, turns.left.popleft())
 
     def _turns_of(self, backward: Backward) -> Turns | None:
-        """Return the exchanges of a backward; None: there are none."""
+        """Return the exchanges of a backward, made at their first use; None if this backward exchanges nothing."""
         if backward not in self._turns and self._team.exchanges:
             self._turns[backward] = Turns(self._units)
         return self._turns.get(backward)
 
     def end(self, backward: Backward) -> None:
+        """Exchange all units that are left, with zeros for missing gradients, and deliver the means. Collective."""
         with contextlib.ExitStack() as ends:
             ends.callback(super().end, backward)
             turns = self._turns_of(backward)
@@ -151,16 +155,13 @@ class SharedGradients(Gradients):
                     turns.ready.setdefault(unit, (came, False))
                 backward.came.clear()
                 while turns.left:
-                    self._begin(backward, turns, turns.left.popleft())
+                    self._start_exchange(backward, turns, turns.left.popleft())
                 while turns.under_way:
-                    self._land(backward, turns, turns.under_way.popleft())
-                self._settle_unreached(backward, turns)
+                    self._finish_exchange(backward, turns, turns.under_way.popleft())
+                self._deliver_unreached(backward, turns)
 
-    def _settle_unreached(self, backward: Backward, turns: Turns) -> None:
-        """Find in one message which weights any rank reached; deliver means that only others have (Rule 3).
-
-        Collective.
-        """
+    def _deliver_unreached(self, backward: Backward, turns: Turns) -> None:
+        """Deliver the means of weights that only other ranks' backwards have reached (Rule 3). Collective; blocks."""
         flags = torch.tensor(turns.reached, dtype=torch.uint8, device=self._device.torch_device)
         self._team.wait(self._team.start_maximum(flags), "the end of a backward")
         if not turns.unsure:
@@ -175,8 +176,8 @@ class SharedGradients(Gradients):
 
     # ---- exchanges
 
-    def _leave_kept(self, unit: Unit) -> None:
-        """Give means of before that the user has kept memory of their own: ranks write over them after the exchange."""
+    def _detach_kept_means(self, unit: Unit) -> None:
+        """Give the last means that the user has kept memory of their own: the exchange overwrites the shared memory."""
         with without_dispatch(), torch.no_grad():
             for weight in unit.weights:
                 kept = self._shown[weight]() if weight in self._shown else None
@@ -185,25 +186,25 @@ class SharedGradients(Gradients):
                     kept.content = None
 
     def _message_of(self, unit: Unit) -> Message:
-        """Return how the unit's gradients are exchanged, with memory for the means if it is new (on all ranks)."""
+        """Return the layout of a unit's message; allocate shared memory for means at its first use, on all ranks."""
         if (whose := trained(unit)) not in self._messages:
             message = self._messages[whose] = Message(whose, self._team.local)
             if not unit.is_resident:
                 message.means = self._team.slabs.twin_of(self._device.slab(message.nbytes))
         return self._messages[whose]
 
-    def _begin(self, backward: Backward, turns: Turns, unit: Unit) -> None:
-        """Send the parts of a unit's gradients to their ranks."""
+    def _start_exchange(self, backward: Backward, turns: Turns, unit: Unit) -> None:
+        """Start to send each rank its part of a unit's gradients, `.grad` included. Collective."""
         came, is_complete = turns.ready.pop(unit, ({}, False))
         self._prepare(backward, came)
-        unit.wait_step()  # which reads the means of before
-        self._leave_kept(unit)
+        unit.wait_step()  # the last step reads the means that are overwritten
+        self._detach_kept_means(unit)
         with torch.no_grad(), without_dispatch():
             message = self._message_of(unit)
             reached = [weight in came or self._is_local(weight) for weight in message.whose]
             sent = self._device.empty(message.size * self._team.local)
             for weight, place in zip(message.whose, message.views(sent), strict=True):
-                total = self._total(weight, came.get(weight))
+                total = self._total_with_grad(weight, came.get(weight))
                 place.zero_() if total is None else place.copy_(total)
             for dtype, where in message.types.items():
                 sent[where].view(dtype).mul_(1.0 / self._team.size)  # as DDP divides
@@ -213,17 +214,17 @@ class SharedGradients(Gradients):
                 got, work = self._team.start_exchange(sent)
         turns.under_way.append(Exchanged(unit, message, reached, is_complete, sent, here, got, work))
         while len(turns.under_way) > FLYING:
-            self._land(backward, turns, turns.under_way.popleft())
+            self._finish_exchange(backward, turns, turns.under_way.popleft())
 
     @staticmethod
     def _is_local(weight: Weight) -> bool:
-        """Whether `.grad` has what was not exchanged yet."""
+        """Whether `.grad` has a sum that was not exchanged yet."""
         there = grad_of(weight.host)
         return there is not None and not getattr(getattr(there, "content", None), "is_mean", False)
 
     @staticmethod
-    def _total(weight: Weight, came: Tensor | None) -> Tensor | None:
-        """Add what is in `.grad` (Rule 4)."""
+    def _total_with_grad(weight: Weight, came: Tensor | None) -> Tensor | None:
+        """Return the sum of `.grad` and a gradient that came, on the device; None if there is neither (Rule 4)."""
         there = grad_of(weight.host)
         for tensor in (there, came):
             if tensor is not None and tensor.layout is not torch.strided:
@@ -239,8 +240,8 @@ class SharedGradients(Gradients):
             before = content.on_device()
         return before if came is None else before + came.to(before.dtype)
 
-    def _land(self, backward: Backward, turns: Turns, done: Exchanged) -> None:
-        """Sum what came, and start to bring this rank's part of the means down."""
+    def _finish_exchange(self, backward: Backward, turns: Turns, done: Exchanged) -> None:
+        """Sum the parts that came, start to bring this rank's part of the means down, and deliver them. Collective."""
         unit, message, team, place = done.unit, done.message, self._team, f"the gradients of {done.unit.name}"
         with torch.no_grad(), without_dispatch(), torch.inference_mode(False):
             with self._stream:
@@ -260,7 +261,7 @@ class SharedGradients(Gradients):
         self._deliver(backward, unit, sent, done.is_complete)
 
     def _keep(self, unit: Unit, message: Message, part: Tensor, place: str) -> list[Any]:
-        """Gather whole means on the device."""
+        """Gather the whole means of a resident unit on the device. Collective."""
         here = self._device.current_stream()
         with self._stream:
             means = self._team.gathered(part, place)
@@ -271,10 +272,10 @@ class SharedGradients(Gradients):
         return [DeviceGradientBytes(weight, mean, arrived, norms[weight]) for weight, mean in whole]
 
     def _bring_down(self, unit: Unit, message: Message, part: Tensor, place: str) -> list[Any]:
-        """Copy this rank's part of the means to the memory that all ranks share."""
+        """Start to copy this rank's part of the means to shared host memory; return gradients over all means there."""
         means, first = message.means, self._team.local_rank * message.size
         assert means is not None
-        means.drop()  # the user's changes of the means of before
+        means.drop_edits()  # of the last means, by the user
         target = means.truth[first : min(first + message.size, message.nbytes)]
         self._device.down.wait_event(self._stream.record_event())
         counters, listener = self._device.counters, self._device.counters.listener
@@ -287,7 +288,7 @@ class SharedGradients(Gradients):
         return [GradientBytes(*named, everywhere, None) for named in zip(message.whose, faces, strict=True)]
 
     def _deposit_all(self, sent: list[tuple[Weight, Any]]) -> None:
-        """Make means the parameters' gradients: what was there is part of them (Rule 4)."""
+        """Put means into `.grad`, in place of what they include (Rule 4); add gradients that were not exchanged."""
         local = []
         with without_dispatch(), torch.no_grad():
             for weight, content in sent:
@@ -302,9 +303,11 @@ class SharedGradients(Gradients):
         super()._deposit_all(local)
 
     def let_go(self) -> None:
+        """Let go of device memory whose copies are under way, summed parts too; its streams wait for the copies."""
         super().let_go()
         self._sums.let_go()
 
     def close(self) -> None:
+        """Block until all copies are done, and release the device memory, that of summed parts too."""
         super().close()
         self._sums.close()

@@ -47,29 +47,33 @@ class SharedSteps(Steps):
         self._team, self._slabs = team, team.slabs
         self._states: dict[Unit, SharedState] = {}
         self._edited: set[Unit] = set()
-        # Who steps a unit's weights last.
+        # The optimizer that stepped a unit's weights last.
         self._steppers: weakref.WeakValueDictionary[Unit, optim.Optimizer] = weakref.WeakValueDictionary()
 
     def add_unit(self, unit: Unit) -> None:
+        """Step this unit's weights as well; reserve shared memory for their optimizer state if they are streamed."""
         super().add_unit(unit)
         if not unit.is_resident:
             self._states[unit] = SharedState(unit, self._team)
 
     def step_beside_backward(self, optimizer: optim.Optimizer | None) -> None:
+        """Step gradients as they come, by this optimizer if it is elementwise; None: no longer."""
         # Steps of whole weights wait for each other, so all ranks take them in one order.
         super().step_beside_backward(optimizer if type(optimizer) in ELEMENTWISE else None)
 
     def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
+        """Step a unit's weights now, if their gradients are final and all its weights have parts."""
         has_parts = all(map(_has_parts, whose))  # all ranks step whole weights in one order
         super().delivered(unit, whose, is_complete and has_parts)
 
     def _start(self, unit: Unit, whose: list[Weight], run: Callable[[], None]) -> Future[None]:
-        """Give this rank's part of a unit's step to the thread, and return the end of all parts (Rule 1)."""
+        """Give this rank's part of a unit's step to the thread; return a future of all ranks' parts (Rule 1)."""
         follow, place, count = self._team.board.follow, f"the step of {unit.name}", len(whose)
         ready = follow(Stage.READY, unit.index, count, place, unit.wait_copy)
         ended: Future[None] = Future()
 
         def run_part() -> None:
+            """Step this rank's part once all ranks are ready, and tell the others. Runs on the thread."""
             try:
                 ready.result()
                 run()
@@ -83,58 +87,62 @@ class SharedSteps(Steps):
         return ended
 
     def _end(self, unit: Unit, ended: Future[None], error: BaseException | None) -> None:
+        """Show the stepped weights to the user, and complete the future of a unit's step, or fail it."""
         try:
             if error is None:
                 self._show_truth(unit)
             unit.note_stepped()
             unit.steps.end()
-        except BaseException as failed:  # whoever waits for the step gets it
+        except BaseException as failed:  # raised in every wait for the step
             error = error or failed
         if error is not None:
             self._note_failed(self._steppers.get(unit), unit.name, error)
         ended.set_result(None) if error is None else ended.set_exception(error)
 
     def _note_failed(self, optimizer: optim.Optimizer | None, where: str, error: BaseException) -> None:
-        """Tell the other ranks, which may have stepped their parts of what this one has not."""
+        """Tell the other ranks of a failed step, and mark the optimizer's step as half-applied."""
         self._team.fail(error)
         if optimizer is not None:
             mark(optimizer, f"an optimizer step ended half-way, at {where}, by {type(error).__name__}: {error}")
 
     def _show_truth(self, unit: Unit) -> None:
-        """Have the user see the truth again, of which the user's edits are part by now."""
+        """Give up this rank's own pages of a unit: the user sees the truth, which has the user's edits by now."""
         if unit in self._edited:
             self._edited.discard(unit)
             for weight in unit.weights:
                 if weight.is_narrow and weight.place is None:
-                    self._slabs.twin_of(weight.value).drop()
-            if unit.slab.numel():  # some weight of it is not in a file
-                self._slabs.twin_of(unit.slab).drop()
+                    self._slabs.twin_of(weight.value).drop_edits()
+            if unit.slab.numel():  # some weight of the unit is not file-backed
+                self._slabs.twin_of(unit.slab).drop_edits()
         self._states[unit].show_truth()
 
     def _step_units(self, work: Any, step: SlicedOptimizer, *args: Any) -> None:
+        """Step resident units and start the steps of the others; tell the other ranks if that fails."""
         try:
             super()._step_units(work, step, *args)
-        except BaseException as error:  # the others wait for what has not begun here
+        except BaseException as error:  # other ranks wait for steps that did not begin here
             self._note_failed(step.user, "a unit on the device", error)
             raise
 
     def _submit(
         self, unit: Unit, whose: list[Weight], sliced: SlicedOptimizer, groups: Any, state: Any, outcome: Outcome
     ) -> None:
+        """Start a unit's step; copy state tensors that the user took out first, as the step overwrites their memory."""
         if unit.is_edited():
             self._edited.add(unit)
         for weight in whose:
-            self._states[unit].let_go(weight, sliced.user, state.peek(weight.host) or {})
+            self._states[unit].detach_taken(weight, sliced.user, state.peek(weight.host) or {})
         self._steppers[unit] = sliced.user
         super()._submit(unit, whose, sliced, groups, state, outcome)
 
     def _step(self, unit: Unit, work: list[StepWork], sliced: SlicedOptimizer, state: Any) -> None:
+        """Step this rank's parts of a unit's weights, or whole weights where there are no parts. Runs on the thread."""
         own = [item for item in work if sliced.is_elementwise and _is_cut(item)]
         if len(own) < len(work):
             cut = {id(item.weight) for item in own}
             whole = [item for item in work if id(item.weight) not in cut]
             sliced.step(whole, state, self._place)
-            # What others publish would show in weights that this rank has not stepped.
+            # All ranks first: what one publishes would show in weights that another has not stepped yet.
             self._team.board.follow(Stage.WHOLE, unit.index, len(whole), f"the step of {unit.name}").result()
             self._edited.add(unit)
         if unit in self._edited:
@@ -142,16 +150,16 @@ class SharedSteps(Steps):
         shared, parts = self._states[unit], SliceState()
         for weight, _, _ in own:
             if entries := state.peek(weight.host):
-                parts[weight.host] = shared.take(weight, sliced.user, entries)
+                parts[weight.host] = shared.take_parts(weight, sliced.user, entries)
         sliced.step([self._part(item, sliced.scales) for item in own], cast(Any, parts), self._place)
         sliced.unscale(own)
         for weight, _, _ in own:
             if made := parts.peek(weight.host):
-                shared.keep(weight, sliced.user, made, state.make(weight.host))
+                shared.put_back(weight, sliced.user, made, state.make(weight.host))
         increment_version([weight.value for weight, _, _ in own])
 
     def _part(self, item: StepWork, is_written: bool) -> Any:
-        """Return this rank's part of a weight and its gradient."""
+        """Return a weight's step cut to this rank's part of the weight, the wire copy and the gradient."""
         part_of, grad = self._team.part_of, item.grad
         if isinstance(grad, GradientBytes):
             grad.arrived.synchronize()
@@ -169,11 +177,12 @@ class SharedSteps(Steps):
         part_of = self._team.part_of
         for weight in unit.weights:
             if weight.place is not None:
-                continue  # it stays in each rank's file, or in its own pages
+                continue  # file-backed: each rank has the bytes in its file, or in pages of its own
             for face in (weight.value, weight.wire) if weight.is_narrow else (weight.value,):
                 part_of(self._slabs.truth(face)).copy_(part_of(weight.value))
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Publish the weights that the optimizer's own code stepped whole, and DTensors, after its step."""
         super()._after(optimizer, args, kwargs)
         # The user's own code stepped whole weights, or shards.
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -182,10 +191,11 @@ class SharedSteps(Steps):
         self._submit_publishing({unit for param in params if (unit := unit_of(param)) is not None})
 
     def publish(self) -> None:
+        """Start to copy this rank's parts of all edited weights to the truth. Collective."""
         self._submit_publishing({unit for unit in self._states if unit.is_edited()})
 
     def _submit_publishing(self, units: set[Unit]) -> None:
-        """Start steps of these units in which ranks only copy what their users wrote to the truth."""
+        """Start steps of these units in which each rank only copies its parts of the user's edits to the truth."""
         for unit in sorted(units & self._states.keys(), key=lambda unit: unit.index):
             self._edited.add(unit)
             publish = functools.partial(self._publish, unit)
@@ -194,10 +204,10 @@ class SharedSteps(Steps):
 
 
 def _has_parts(weight: Weight) -> bool:
-    """Whether ranks step parts of a weight: a number has none."""
+    """Whether ranks step parts of a weight: one without dimensions has none."""
     return bool(weight.value.ndim)
 
 
 def _is_cut(item: StepWork) -> bool:
-    """Whether ranks step parts of a weight with this gradient: none without strides has any."""
+    """Whether ranks step parts of this weight: it has dimensions, and a dense gradient."""
     return _has_parts(item.weight) and getattr(item.grad, "layout", torch.strided) is torch.strided

@@ -1,11 +1,11 @@
 """Slabs that all ranks of a machine share: one copy of the model's bytes, which each maps twice.
 
 - All slabs are ranges of one file without a name (a memfd), gone with the last process that maps it. Ranks allocate in
-  the same order, so a range is the same on all of them without a word. A range takes memory where it is written.
+  the same order, so a range has the same place on all of them. A range takes memory where it is written.
 - The *truth* is the shared mapping: the device copies from and to it, and steps write it. What the user's tensors are
   over is a private mapping of the same pages, the *face*: where this process wrote nothing it shows the truth, and
   what it writes there stays its own. So an edit that each rank makes is not made several times to the same bytes.
-- `drop` gives up this process's own pages: the face shows the truth again.
+- `drop_edits` gives up this process's own pages: the face shows the truth again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..host.device import dense_strides
-from ..host.memory import PageLock, Slabs, in_parallel, memory_of, over
+from ..host.memory import PageLock, Slabs, memory_of, tensor_over, touch_pages
 
-SIZE = 1 << 46  # bytes of a file, in which ranges that nobody wrote take nothing
+SIZE = 1 << 46  # bytes of the file; ranges that were never written take no memory
 
 
 class Twin(NamedTuple):
-    """A slab: what the user's tensors are over, and the truth."""
+    """A slab with two mappings: the face, under the user's tensors, and the truth, which ranks share."""
 
     address: int  # of the face
     face: Tensor
@@ -38,25 +38,25 @@ class Twin(NamedTuple):
     mapping: mmap.mmap  # of the face
 
     def truth_of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor over the truth that is like one over the face."""
+        """Return the tensor over the shared truth at the place and in the form of one over the face."""
         at = tensor.data_ptr() - self.address
         part = self.truth.untyped_storage()[at : at + tensor.numel() * tensor.itemsize]
         with torch.inference_mode(False):
             return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(part, 0, tensor.shape, tensor.stride())
 
-    def drop(self) -> None:
-        """Have the face show the truth again."""
+    def drop_edits(self) -> None:
+        """Give up this process's own pages of the face, which then shows the truth again."""
         self.mapping.madvise(mmap.MADV_DONTNEED)
 
     def tensor(self, at: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Make a tensor of this type over the face that is like another one, with a storage of its own."""
+        """Make a tensor over the face at a byte, in the shape and strides of another one, with a storage of its own."""
         part = self.face.untyped_storage()[at : at + like.numel() * dtype.itemsize]
         with torch.inference_mode(False):
             return torch.empty(0, dtype=dtype, device="cpu").set_(part, 0, like.shape, like.stride())
 
 
 class SharedSlabs(Slabs):
-    """An allocator of slabs that ranks share, of which the first one fills them."""
+    """An allocator of slabs that all ranks of a machine share, and whose weights the first rank fills."""
 
     are_hidden = True
 
@@ -64,22 +64,24 @@ class SharedSlabs(Slabs):
         super().__init__()
         self._descriptor, self._is_first = descriptor, is_first
         self._at = 0
-        self._twins: list[Twin] = []  # by address
+        self._twins: list[Twin] = []  # in the order of their addresses
 
     def reserve(self, nbytes: int) -> int:
-        """Return a range of the file, which takes no memory yet, by its first byte."""
+        """Reserve a range of the file, which takes no memory yet, and return its offset. Same order on all ranks."""
         at, self._at = self._at, self._at + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         return at
 
     def at(self, offset: int, nbytes: int) -> Twin:
-        """Map a range that was reserved."""
-        return self._twin(over(memory_of(self._mapped(offset, nbytes, mmap.MAP_SHARED))), offset)
+        """Map a reserved range of the file, by its offset, as a face and its truth."""
+        return self._twin(tensor_over(memory_of(self._map_file(offset, nbytes, mmap.MAP_SHARED))), offset)
 
     def plain(self, nbytes: int) -> Tensor:
+        """Allocate an unlocked slab that ranks share, and return its face. Same order on all ranks."""
         at = self._at
         return self._twin(super().plain(nbytes), at).face
 
     def locked(self, nbytes: int, lock: PageLock | None) -> Tensor:
+        """Allocate a page-locked slab that ranks share, and return its face; give the range back if that is refused."""
         at = self._at
         try:
             if lock is None:
@@ -90,24 +92,28 @@ class SharedSlabs(Slabs):
             raise
 
     def _twin(self, truth: Tensor, offset: int) -> Twin:
-        mapping = self._mapped(offset, len(truth), mmap.MAP_PRIVATE)
-        face = over(memory_of(mapping))
+        """Map the face of a slab, and register it with the truth."""
+        mapping = self._map_file(offset, len(truth), mmap.MAP_PRIVATE)
+        face = tensor_over(memory_of(mapping))
         twin = Twin(face.data_ptr(), face, truth, mapping)
         insort(self._twins, twin, key=lambda twin: twin.address)
         return twin
 
     def twin_of(self, tensor: Tensor) -> Twin:
-        """Return the slab over whose face a tensor is."""
+        """Return the slab that has a tensor in its face."""
         return self._twins[bisect_right(self._twins, tensor.data_ptr(), key=lambda twin: twin.address) - 1]
 
     def truth(self, tensor: Tensor) -> Tensor:
+        """Return the tensor over the shared truth at the place and in the form of one over a face."""
         return self.twin_of(tensor).truth_of(tensor)
 
     def fill(self, tensor: Tensor, source: Tensor) -> None:
+        """Copy a weight's initial values to the truth, on the first rank alone."""
         if self._is_first:
             self.truth(tensor).copy_(source)
 
     def keep(self, tensor: Tensor) -> Tensor:
+        """Copy a weight to shared memory in its own type, and return the tensor over the face."""
         like = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device="meta")
         offset = self.reserve(tensor.nbytes)
         kept = self.at(offset, max(tensor.nbytes, 1)).tensor(0, like, tensor.dtype)
@@ -115,24 +121,28 @@ class SharedSlabs(Slabs):
         return kept
 
     def unlock_all(self) -> None:
+        """Unlock all slabs, which remain as ordinary memory, and close the file's descriptor."""
         super().unlock_all()
-        with suppress(OSError):  # closed before
+        with suppress(OSError):  # closed by an earlier call
             os.close(self._descriptor)
 
     def _mapping(self, nbytes: int) -> mmap.mmap:
-        return self._mapped(self.reserve(max(nbytes, 1)), nbytes, mmap.MAP_SHARED)
+        """Reserve a range of the file for a slab, and map its truth."""
+        return self._map_file(self.reserve(max(nbytes, 1)), nbytes, mmap.MAP_SHARED)
 
-    def _mapped(self, offset: int, nbytes: int, flags: int) -> mmap.mmap:
+    def _map_file(self, offset: int, nbytes: int, flags: int) -> mmap.mmap:
+        """Map a range of the file, which forked processes do not get."""
         mapping = mmap.mmap(self._descriptor, max(nbytes, 1), flags=flags, offset=offset)
         mapping.madvise(mmap.MADV_DONTFORK)  # what a forked process reads there would change as these ranks step
         return mapping
 
     def _touch(self, flat: Tensor) -> None:
-        in_parallel(flat, Tensor.sum)  # others may have written there
+        """Fault in all pages of a new slab, without writing to them."""
+        touch_pages(flat, Tensor.sum)  # reads only: other ranks may have written there
 
 
 def counters(slabs: SharedSlabs, rows: int, columns: int) -> Tensor:
-    """Map numbers that all ranks read."""
+    """Map a table of numbers that all ranks read and write, zero at first."""
     return slabs.at(slabs.reserve(rows * columns * 8), rows * columns * 8).truth.view(torch.int64).view(rows, columns)
 
 
@@ -140,7 +150,7 @@ def counters(slabs: SharedSlabs, rows: int, columns: int) -> Tensor:
 
 
 def check_possible() -> None:
-    """Raise UnsupportedError where processes cannot share memory so."""
+    """Raise UnsupportedError where the system has no memfd by which processes could share memory."""
     if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
         raise UnsupportedError(
             f"several devices share host memory by memfd, which {sys.platform} has not: use devices=1, or"
@@ -149,14 +159,14 @@ def check_possible() -> None:
 
 
 def made_file() -> int:
-    """Make a file; return its descriptor."""
+    """Create the nameless file in memory that has all slabs; return its descriptor."""
     descriptor = os.memfd_create("superpipeline")
     os.ftruncate(descriptor, SIZE)
     return descriptor
 
 
 def opened_file(process: int, descriptor: int) -> int:
-    """Open another process's file."""
+    """Open the file that another process created, by that process's id and descriptor."""
     try:
         return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:

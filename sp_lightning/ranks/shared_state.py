@@ -20,21 +20,21 @@ from ..stream.unit import Unit
 from .shared_slabs import Twin
 from .team import Team
 
-KINDS = 64  # that a unit may have
+KINDS = 64  # kinds of state that a unit may have
 LARGEST = 8  # bytes of an element of state
 
 
 class Entry:
-    """A tensor of a weight's state."""
+    """A tensor of a weight's optimizer state in shared memory."""
 
     def __init__(self, twin: Twin, face: Tensor, part: Tensor) -> None:
         self.twin, self.face = twin, face  # the user has the face
-        self.part = part  # this rank's, of the truth
-        self.version = face._version  # until the user writes to it
+        self.part = part  # this rank's part of the truth
+        self.version = face._version  # differs once the user has written to the face
 
 
 class SharedState:
-    """The state of a unit's weights."""
+    """The optimizer state of one unit's weights, in ranges of memory that ranks share."""
 
     def __init__(self, unit: Unit, team: Team) -> None:
         self._unit, self._team = unit, team
@@ -48,6 +48,7 @@ class SharedState:
         self._edited: list[Twin] = []
 
     def _entry(self, weight: Weight, optimizer: optim.Optimizer, key: str, dtype: torch.dtype) -> Entry:
+        """Return the shared memory of one kind of a weight's state, mapped at its first use."""
         kind = weakref.ref(optimizer), key
         entries = self._entries.setdefault((weight, kind[0]), {})
         if key not in entries:
@@ -62,8 +63,8 @@ class SharedState:
             entries[key] = Entry(twin, face, self._team.part_of(twin.truth_of(face)))
         return entries[key]
 
-    def let_go(self, weight: Weight, optimizer: optim.Optimizer, own: dict[str, Any]) -> None:
-        """Give tensors that the user took out of a weight's state memory of their own: a step writes over theirs."""
+    def detach_taken(self, weight: Weight, optimizer: optim.Optimizer, own: dict[str, Any]) -> None:
+        """Copy tensors that the user took out of a weight's state to memory of their own: a step overwrites theirs."""
         entries = self._entries.get((weight, weakref.ref(optimizer)), {})
         for key, entry in list(entries.items()):
             if own.get(key) is not entry.face:
@@ -71,8 +72,8 @@ class SharedState:
                 entry.face.data = entry.face.clone()
                 del entries[key]
 
-    def take(self, weight: Weight, optimizer: optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's parts of a weight's state, with what the user wrote to it, or put in its place."""
+    def take_parts(self, weight: Weight, optimizer: optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
+        """Return a weight's state cut to this rank's parts, which have what the user wrote to the state or replaced."""
         parts = dict(own)
         for key, value in own.items():
             if not is_shaped(value, weight.value):
@@ -87,8 +88,8 @@ class SharedState:
             own[key], parts[key] = entry.face, entry.part
         return parts
 
-    def keep(self, weight: Weight, optimizer: optim.Optimizer, made: dict[str, Any], own: dict[str, Any]) -> None:
-        """Put what a step made of this rank's parts into the user's state."""
+    def put_back(self, weight: Weight, optimizer: optim.Optimizer, made: dict[str, Any], own: dict[str, Any]) -> None:
+        """Put the state that a step of this rank's parts returned into the user's state, as whole tensors."""
         for key, value in made.items():
             own[key] = value
             if isinstance(value, Tensor) and value.ndim:
@@ -98,6 +99,6 @@ class SharedState:
                 own[key] = entry.face
 
     def show_truth(self) -> None:
-        """Have the user see the truth again, of which the user's edits are part by now."""
+        """Give up this rank's own pages of the state: the user sees the truth, which has the user's edits by now."""
         while self._edited:
-            self._edited.pop().drop()
+            self._edited.pop().drop_edits()

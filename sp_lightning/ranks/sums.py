@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def tree(parts: list[Tensor]) -> Tensor:
-    """Add tensors as ((0 + 1) + (2 + 3)) + ..., in the memory of some of them."""
+    """Sum tensors as a binary tree, ((0 + 1) + (2 + 3)) + ..., into the first one; overwrites others, too."""
     while len(parts) > 1:
         pairs = zip(parts[::2], [*parts[1::2], None], strict=False)
         parts = [one if other is None else one.add_(other) for one, other in pairs]
@@ -31,6 +31,7 @@ def tree_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares an
     gathered = dist.all_gather(of_all, bucket.buffer(), group, async_op=True).get_future()
 
     def summed(_: Any) -> Tensor:
+        """Sum the gathered buckets of all ranks by machine, and then over machines."""
         shares = [part * (1.0 / size) for part in of_all]
         step = of_machine or size
         return tree([tree(shares[first : first + step]) for first in range(0, size, step)])

@@ -29,12 +29,12 @@ from .board import Board
 from .shared_slabs import SharedSlabs, check_possible, counters, made_file, opened_file, this_machine
 from .watch import KEEPALIVE, Watch
 
-UNITS = 1 << 16  # numbers on the board
+UNITS = 1 << 16  # numbers on the board for each rank
 VECTOR = 64  # elements: kernels round a whole vector in another way than the rest
 
 
 class Team:
-    """The ranks of a process group, those of a machine among them."""
+    """The ranks of a process group, with what those of one machine share."""
 
     def __init__(
         self, group: dist.ProcessGroup, timeout: timedelta = default_pg_timeout, keepalive: timedelta = KEEPALIVE
@@ -47,7 +47,7 @@ class Team:
         self.local, self.local_rank = len(own), own.index(self.rank)
         self._check_alike(machines)
         self._local_group = self._subgroup(own)
-        self._across = self._subgroup(list(range(self.local_rank, self.size, self.local)))  # of all machines
+        self._across = self._subgroup(list(range(self.local_rank, self.size, self.local)))  # over machines
         descriptor = made_file() if not self.local_rank else -1
         opened = self._gathered_objects((os.getpid(), descriptor))
         process, number = opened[own[0]]
@@ -64,12 +64,13 @@ class Team:
         self.follows_buffers = True
 
     def _gathered_objects(self, own: Any) -> list[Any]:
+        """Return every rank's object, by rank. Collective; blocks."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, own, group=self._group)
         return found
 
     def _check_alike(self, machines: list[Any]) -> None:
-        """Raise unless every machine has as many ranks, one after the other."""
+        """Raise unless all machines have equally many ranks, each machine's numbered one after the other."""
         if machines != [machine for machine in dict.fromkeys(machines) for _ in range(self.local)]:
             counts = [machines.count(machine) for machine in dict.fromkeys(machines)]
             raise UnsupportedError(
@@ -77,7 +78,7 @@ class Team:
             )
 
     def _subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
-        """Return the group of some ranks of this one."""
+        """Make a process group of some ranks, this one among them. Collective for those."""
         if len(ranks) == self.size:
             return self._group
         all_of_group = dist.get_process_group_ranks(self._group)
@@ -85,7 +86,7 @@ class Team:
         return group  # type: ignore[no-any-return]
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """Return the part of a tensor without gaps that this rank steps: the last ranks' may be shorter, or empty."""
+        """Return the elements of a dense tensor that this rank steps; the last ranks may get fewer, or none."""
         numel, size = tensor.numel(), -(-tensor.numel() // (VECTOR * self.local)) * VECTOR
         start, stop = (min(rank * size, numel) for rank in (self.local_rank, self.local_rank + 1))
         return elements_of(tensor, start, stop)
@@ -93,12 +94,12 @@ class Team:
     # ---- gradients
 
     def start_exchange(self, parts: Tensor) -> tuple[Tensor, Any]:
-        """Collective: start to send a part to each rank of the machine; return what will have theirs for this one."""
+        """Start to send a part to each rank of the machine; return the buffer for theirs, and the work. Collective."""
         got = torch.empty_like(parts)
         return got, dist.all_to_all_single(got, parts, group=self._local_group, async_op=True)
 
     def gathered(self, part: Tensor, place: str, over_machines: bool = False) -> Tensor:
-        """Collective: return what ranks of the machine have, a row for each; or all machines, of the same part."""
+        """Gather a part from each rank of the machine, or from this local rank of each machine, as rows. Collective."""
         group = self._across if over_machines else self._local_group
         if group.size() == 1:
             return part.view(1, -1)
@@ -107,17 +108,17 @@ class Team:
         return rows
 
     def start_maximum(self, flags: Tensor) -> Any:
-        """Collective: start to take the largest value of each flag over all ranks, in place."""
+        """Start to take the largest value of each flag over all ranks, in place. Collective."""
         return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def wait(self, work: Any, place: str) -> None:
-        """Have the caller's stream wait for a collective; of the host's tensors, the caller waits."""
+        """Make the calling thread's stream wait for a collective; block if the collective is of tensors on the host."""
         self._watch.wait(work, place, self._is_on_host)
 
     # ---- weights and buffers
 
     def check_shards(self, shards: list[str]) -> None:
-        """Collective: raise unless all ranks have the same shards of DTensors."""
+        """Raise unless all ranks have the same shards of DTensors. Collective; blocks."""
         with self._watch.waiting("the model"):
             all_of_ranks = self._gathered_objects(shards)
         for rank, others in enumerate(all_of_ranks):
@@ -131,27 +132,27 @@ class Team:
                 )
 
     def share_units(self, units: list[Unit], device: Device) -> None:
-        """Collective: copy the first rank's weights to all. The first of each machine wrote the streamed ones."""
+        """Copy the first rank's weights to all ranks; streamed ones once to each machine. Collective."""
         self._is_on_host = device.is_host
         for unit in units:
             for source in unit.sources:
-                self._take_first(source, self._group, device)
+                self._broadcast_to_host(source, self._group, device)
             if not unit.is_resident:
                 is_taken = self._across.size() > 1 and not self.local_rank  # from the first machine
                 narrow = [self.slabs.truth(weight.value) for weight in unit.weights if weight.is_narrow]
                 for truth in [unit.truth, *narrow] if is_taken else ():
-                    self._take_first(truth, self._across, device)
+                    self._broadcast_to_host(truth, self._across, device)
                 unit.note_stepped()
         self.wait(dist.barrier(self._group, async_op=True), "the weights")
 
-    def _take_first(self, tensor: Tensor, group: dist.ProcessGroup, device: Device) -> None:
-        """Copy what a group's first rank has to a tensor on the host."""
+    def _broadcast_to_host(self, tensor: Tensor, group: dist.ProcessGroup, device: Device) -> None:
+        """Copy a host tensor from a group's first rank to the others, by way of the device. Collective."""
         there = tensor.to(device.torch_device)
         self.wait(dist.broadcast(there, group_src=0, group=group, async_op=True), "the first weights")
         tensor.copy_(there)
 
     def share_buffers(self, module: nn.Module) -> None:
-        """Collective: copy the first rank's buffers to all, in one message."""
+        """Copy the first rank's buffers to all ranks, in one message. Collective."""
         buffers = [buffer for buffer in module.buffers() if buffer.numel()]
         if not buffers:
             return
@@ -164,7 +165,7 @@ class Team:
 
     @never_compiled
     def begin_forward(self, module: nn.Module) -> None:
-        """Take the first rank's buffers, if that is due (Rule 3)."""
+        """Copy the first rank's buffers to all if they are due before this forward (Rule 3). Collective then."""
         self._watch.check()
         if self._are_buffers_due:
             self.share_buffers(module)
@@ -172,7 +173,7 @@ class Team:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients with their rank in this context."""
+        """Exchange no gradients in this context: each rank's own accumulate in `.grad`."""
         before, self.exchanges = self.exchanges, False
         try:
             yield
@@ -180,7 +181,7 @@ class Team:
             self.exchanges = before
 
     def close(self) -> None:
-        """End this rank's threads; others that wait for it raise. Safe twice."""
+        """End this rank's threads; other ranks that wait for this one raise. Safe twice."""
         self.board.close()
         self._watch.close()
 

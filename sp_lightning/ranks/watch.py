@@ -27,16 +27,16 @@ PULSE = 0.5  # seconds between two signs
 KEEPALIVE = timedelta(seconds=30)
 ENDED = "its run has ended"
 
-_numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)  # of the teams of a group
+_numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)  # numbers of teams, by their group
 
 
 class Watch:
-    """Says where this rank is, and finds out why it waits."""
+    """Tells other ranks where this rank is, and finds out which rank this one waits for."""
 
     def __init__(
         self, group: dist.ProcessGroup, processes: Sequence[int | None], timeout: timedelta, keepalive: timedelta
     ) -> None:
-        """Watch the ranks of a group; ``processes``: those on this machine, by their ids."""
+        """Start to watch the ranks of a group; ``processes``: the process ids of ranks on this machine, else None."""
         self._rank, self._size, self._group = group.rank(), group.size(), group
         self._timeout, self._keepalive = timeout.total_seconds(), keepalive.total_seconds()
         name = group.group_name
@@ -54,16 +54,16 @@ class Watch:
 
     # ---- waits
 
-    def note(self, who: Any, place: str | None) -> None:
-        """Note where somebody waits, by a name or as work on the device's streams; None: no longer."""
+    def note(self, waiter: Any, place: str | None) -> None:
+        """Note the place at which a thread, or work on the device, waits; None: it waits no longer."""
         if place is None:
-            self._waits.pop(who, None)
-        elif self._waits.get(who, ("",))[0] != place:
-            self._waits[who] = place, time.monotonic()
+            self._waits.pop(waiter, None)
+        elif self._waits.get(waiter, ("",))[0] != place:
+            self._waits[waiter] = place, time.monotonic()
             self._place = place
 
     def wait(self, work: Any, place: str, is_on_host: bool) -> None:
-        """Wait for a collective on the host, or have the device's stream wait, while the watch looks at the work."""
+        """Block until a collective on the host is done, or make the device's stream wait. Raises if a rank is gone."""
         if not is_on_host:
             self.check()
             self.note(work, place)
@@ -78,7 +78,7 @@ class Watch:
 
     @contextlib.contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Note where this rank waits. The backend's error becomes one that names a rank."""
+        """Note where this rank waits in this context; turn errors of the backend into one that names a rank."""
         self.check()
         self.note("collective", place)
         try:
@@ -91,14 +91,14 @@ class Watch:
             self.note("collective", None)
 
     def _cause(self, place: str, error: Exception) -> PeerError:
-        """Return the backend's error as one that names a rank, once others have said why they ended."""
+        """Wait until other ranks can say why they ended; return the error that names the rank to blame."""
         since = time.monotonic()
         while self.error is None and time.monotonic() < since + self._keepalive + 2 * PULSE:
             time.sleep(PULSE / 5)
         return self.error or self._look(place, since) or PeerError(f"rank {self._rank} at {place}: {error}")
 
     def check(self) -> None:
-        """Raise if another rank is gone."""
+        """Raise PeerError if another rank is known to be gone."""
         if self.error is not None:
             raise PeerError(str(self.error))
 
@@ -109,7 +109,7 @@ class Watch:
             self._post()
 
     def close(self) -> None:
-        """End. The others raise if they wait for this rank, or will. Safe twice."""
+        """End the watch, and tell the other ranks, which raise if they wait for this one. Safe twice."""
         if self._end.is_set():
             return
         self._end.set()
@@ -122,7 +122,7 @@ class Watch:
     # ---- signs
 
     def _post(self) -> bool:
-        """Say where this rank is; return whether the store is there: it ends with its rank."""
+        """Write this rank's place to the store; return False if the store is gone, as it is once rank 0 has ended."""
         with self._lock, contextlib.suppress(dist.DistError, RuntimeError):
             self._beat += 1
             self._store.set(f"at/{self._rank}", json.dumps([self._beat, self._place, self._failed]))
@@ -130,23 +130,25 @@ class Watch:
         return False
 
     def _run(self) -> None:
+        """Post signs, and look for the rank that lets this one wait, until `close`. Runs on the thread."""
         while not self._end.wait(PULSE):
             if not self._post():
                 self.error = self.error or self._without_store()
                 return
-            for who, (place, since) in list(self._waits.items()):
-                if isinstance(who, dist.Work) and who.is_completed():
-                    self.note(who, None)
+            for waiter, (place, since) in list(self._waits.items()):
+                if isinstance(waiter, dist.Work) and waiter.is_completed():
+                    self.note(waiter, None)
                 elif self.error is None and time.monotonic() - since > 2 * PULSE:
                     self.error = self._look(place, since)
-            if self.error is not None and any(isinstance(who, dist.Work) for who in list(self._waits)):
+            if self.error is not None and any(isinstance(waiter, dist.Work) for waiter in list(self._waits)):
                 self._group.abort()  # the device's kernels end, and the host's next wait for them raises
 
     def _without_store(self) -> PeerError:
+        """Make the error of a store that is gone."""
         return PeerError(f"rank {self._rank} at {self._place}: the store of rank 0 is gone")
 
     def _look(self, place: str, since: float) -> PeerError | None:
-        """Find out which rank does not come."""
+        """Return an error that names the rank this one waits for in vain; None if all give signs and no time is up."""
         here, now = f"rank {self._rank} waits at {place}", time.monotonic()
         ended = {self._ends[descriptor] for descriptor in select.select(list(self._ends), [], [], 0)[0]}
         for other, (sign, seen) in self._signs.items():

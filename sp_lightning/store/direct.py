@@ -23,11 +23,11 @@ IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "rootfs")
 LOCAL = ("btrfs", "zfs", "bcachefs", "ubifs", "erofs", "overlay", "aufs", "ecryptfs", *IN_MEMORY)
 LOCAL_FUSE = ("ntfs-3g", "exfat", "fuse-overlayfs", "unionfs", "mergerfs", "bindfs", "gocryptfs", "encfs", "cryfs")
 DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux only
-REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)  # of direct transfers by a filesystem
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)  # errors by which filesystems refuse direct transfers
 
 
 class Mount(NamedTuple):
-    """The mount that a file is on. A device number of the file's own may be a part's, which is not listed anywhere."""
+    """The mount that a file is on. The file's own device number may be a subvolume's, which no list of mounts has."""
 
     kind: str  # of filesystem, such as "ext4"; "" if it is not listed
     device: int  # the number of the filesystem
@@ -68,7 +68,7 @@ def blocks(nbytes: int) -> int:
 class DirectFile:
     """An open file whose ranges are read, and written, directly where that is possible."""
 
-    outcome = ""  # what a failed transfer leaves behind, for its error
+    outcome = ""  # advice in the error of a failed transfer
 
     def __init__(self, path: str, fd: int, kind: str) -> None:
         """Take over the descriptor of a file on a filesystem of this kind."""
@@ -76,15 +76,15 @@ class DirectFile:
         self._direct: int | None = None
 
     def read(self, memory: memoryview, begin: int, nbytes: int) -> None:
-        """Read bytes from a multiple of BLOCK on into memory that has room for whole blocks."""
+        """Read a range of the file, from a multiple of BLOCK on, into memory that has room for whole blocks. Blocks."""
         self._move(os.preadv, memory, begin, nbytes)
 
     def write(self, memory: memoryview, begin: int, nbytes: int) -> None:
-        """Write whole blocks from a multiple of BLOCK on."""
+        """Write memory that has whole blocks to a range of the file, from a multiple of BLOCK on. Blocks."""
         self._move(os.pwritev, memory, begin, nbytes, writes=True)
 
     def check(self) -> None:
-        """Raise if the file is not what it was when it was opened."""
+        """Raise if the file changed after it was opened, where that can be known."""
 
     def close(self) -> None:
         """Close the file; mappings of it live on. Safe twice."""
@@ -98,6 +98,7 @@ class DirectFile:
     def _move(
         self, call: Callable[..., int], memory: memoryview, begin: int, nbytes: int, writes: bool = False
     ) -> None:
+        """Call preadv or pwritev until all bytes are moved, directly where possible; raise DiskError if that fails."""
         done = 0
         while done < nbytes:
             direct = self._direct if done % BLOCK == 0 else None
@@ -117,11 +118,11 @@ class DirectFile:
             os.posix_fadvise(self.fd, begin, nbytes, os.POSIX_FADV_DONTNEED)
 
     def failed(self, offset: int, number: int, writes: bool) -> Exception:
-        """Make the error of a transfer."""
+        """Make the DiskError of a read, or of a write, that failed at this offset."""
         return DiskError(path=self.path, offset=offset, errno=number, writes=writes, outcome=self.outcome)
 
     def open_directly(self, flags: int, is_same: Callable[[int], bool]) -> None:
-        """Open the file for direct transfers, and keep to them if a trial finds the same bytes."""
+        """Open the file for direct transfers; stay with the page cache if a trial finds other bytes, or an error."""
         why = "its direct transfers differ from buffered ones"
         try:
             self._direct = os.open(f"/proc/self/fd/{self.fd}", flags | os.O_CLOEXEC | DIRECT)
@@ -132,6 +133,7 @@ class DirectFile:
         self._go_on_buffered(why)
 
     def _go_on_buffered(self, why: str) -> None:
+        """Move bytes through the page cache from now on, and log why."""
         direct, self._direct = self._direct, None
         if direct is not None:
             os.close(direct)

@@ -29,22 +29,22 @@ from .direct import BLOCK, DirectFile, FileRange, blocks
 from .scratch import ScratchFile
 from .spans import SpanBatch
 
-MOST = 64 << 20  # bytes of a buffer: threads wait in the kernel so long that one in Python does not delay them
-LEAST = 16 << 20
-SMALLEST = 1 << 17  # where all units are smaller
+MOST = 64 << 20  # bytes of a buffer: reads so long that other threads of Python do not delay the next one
+LEAST = 16 << 20  # bytes of a buffer under a small budget
+SMALLEST = 1 << 17  # bytes of a buffer where all units are smaller
 COUNT = 5  # buffers that are read into: one works, one is written, the others are read ahead
 DOWN = 2  # buffers that the writer fills from the device: one is filled while the other is written
 BUFFERS = COUNT + DOWN
-GAP = 1 << 20  # bytes between two ranges of a file that cost less to read than a read of its own
+GAP = 1 << 20  # bytes between two ranges of a file: reading these costs less than a second read
 
 
 def buffer_nbytes(budget: int, largest: int) -> int:
-    """Return the bytes of a buffer, for a budget of host memory and a largest unit."""
+    """Choose the bytes of a buffer, for a budget of host memory and the largest unit."""
     return blocks(min(MOST, max(LEAST, budget // 64), max(largest, SMALLEST)))
 
 
 class Buffer(NamedTuple):
-    """A buffer, as a tensor of bytes and as memory to read into."""
+    """A page-locked buffer, as a tensor of bytes and as memory to read into."""
 
     flat: Tensor
     memory: memoryview
@@ -54,7 +54,7 @@ W = TypeVar("W", bound=SpanBatch)
 
 
 class Piece:
-    """Ranges of a file that are read at once."""
+    """One read of a file, and the ranges whose bytes it has."""
 
     def __init__(self, file: DirectFile, begin: int) -> None:
         self.file, self.begin, self.end = file, begin, begin
@@ -66,7 +66,7 @@ class Piece:
 
 
 def pieces_of(ranges: Iterable[FileRange], most: int) -> list[Piece]:
-    """Cut ranges into pieces of at most this many bytes; ranges that lie side by side are read together."""
+    """Join ranges of files that lie side by side, and cut them into reads of at most ``most`` bytes."""
     pieces: list[Piece] = []
     for file, offset, nbytes, at in sorted(ranges, key=lambda one: (one.file.path, one.offset)):
         while nbytes:
@@ -82,20 +82,21 @@ def pieces_of(ranges: Iterable[FileRange], most: int) -> list[Piece]:
 
 
 class FileFill(StagedCopy):
-    """The end of a fill of the device's memory from files."""
+    """The end of a copy from files to the device's memory."""
 
     def __init__(self, counters: Counters) -> None:
         super().__init__()
         self._counters = counters
 
     def wait(self, stream: Any) -> None:
+        """Make work that a stream gets from now on run after the fill. Blocks until the reader queued its copies."""
         if not self.queued.done():
             with self._counters.stall("disk"):
                 self.queued.exception()
         super().wait(stream)
 
     def fail(self, error: BaseException) -> None:
-        """Raise this error in callers that need the device's bytes; the host's are read no more."""
+        """Make waits for the device's bytes raise this error, and waits for the host's bytes end."""
         if not self.queued.done():
             self.queued.set_exception(error)
         if not self.done.done():
@@ -103,10 +104,10 @@ class FileFill(StagedCopy):
 
 
 class Pipeline:
-    """The buffers and the threads."""
+    """Page-locked buffers, a thread that reads files into them, and a thread that writes them to files."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        """Allocate buffers of this many bytes."""
+        """Allocate buffers of this many bytes each, and start the threads."""
         self.nbytes = blocks(nbytes)
         self._device, self._counters = device, device.counters
         self._stream, self._down_stream = device.new_stream(), device.new_stream()
@@ -118,10 +119,12 @@ class Pipeline:
         self._writer = ThreadPoolExecutor(1, "superpipeline-write", self._begin_thread, (self._down_stream,))
 
     def _allocate(self) -> Buffer:
+        """Allocate a buffer that begins at a multiple of BLOCK."""
         flat = self._device.buffer(self.nbytes, BLOCK)
         return Buffer(flat, memoryview((ctypes.c_uint8 * self.nbytes).from_address(flat.data_ptr())).cast("B"))
 
     def _begin_thread(self, stream: Any) -> None:
+        """Make a stream the current one of the calling thread."""
         if not self._device.is_host:
             torch.accelerator.set_stream(stream)
 
@@ -135,24 +138,25 @@ class Pipeline:
     def send_up(
         self, flat: Tensor, pieces: Sequence[Piece], files: Sequence[DirectFile], others: Sequence[Arrival], name: str
     ) -> FileFill:
-        """Start to read pieces into a unit's memory on the device, behind what the up stream has queued.
+        """Start to read files into a unit's memory on the device, behind what the up stream has queued; return the end.
 
         Args:
-            flat: The memory.
-            pieces: What is read.
-            files: All files whose bytes the memory has, which are checked after the last read.
-            others: The copies of the rest, of which the returned one is the end as well.
-            name: The unit's.
+            flat: The unit's memory on the device.
+            pieces: The reads.
+            files: All files that are read, which are checked after the last read.
+            others: Copies of the unit's other bytes, which have ended, too, at the end that is returned.
+            name: The unit's name, for the recorder.
         """
         fill, begin = FileFill(self._counters), self._device.up.record_event()
         self._counters.disk_read += sum(piece.nbytes for piece in pieces)
         timed = [self._recorded("disk in", name, "weights", piece.nbytes) for piece in pieces]
 
         def work() -> None:
+            """Read each piece into a buffer, and copy it to the device. Runs on the reader's thread."""
             try:
                 self._stream.wait_event(begin)
                 for piece, recorded in zip(pieces, timed, strict=True):
-                    with torch.no_grad(), self._lent() as buffer:
+                    with torch.no_grad(), self._lend_buffer() as buffer:
                         with recorded:
                             piece.file.read(buffer.memory, piece.begin, piece.nbytes)
                         for first, nbytes, at in piece.parts:
@@ -166,7 +170,7 @@ class Pipeline:
                     other.synchronize()
                 fill.done.set_result(None)
             except BaseException as error:
-                with contextlib.suppress(RuntimeError):  # the device's own error, which each wait for it raises
+                with contextlib.suppress(RuntimeError):  # of the device; every later wait for the device raises it
                     self._stream.synchronize()
                 fill.fail(error)
 
@@ -174,15 +178,16 @@ class Pipeline:
         return fill
 
     @contextlib.contextmanager
-    def _lent(self) -> Iterator[Buffer]:
-        """Lend a buffer to the reader, which is free again once the device has read it."""
-        buffer = self._take()
+    def _lend_buffer(self) -> Iterator[Buffer]:
+        """Lend a buffer in this context; it is free again once the device has read it. Blocks until one is free."""
+        buffer = self._take_buffer()
         try:
             yield buffer
         finally:
             self._free.put((buffer, self._stream.record_event()))
 
-    def _take(self) -> Buffer:
+    def _take_buffer(self) -> Buffer:
+        """Take a free buffer, once its last copy has ended. Blocks until there is one."""
         buffer, used = self._free.get()
         if used is not None:
             used.synchronize()
@@ -193,14 +198,16 @@ class Pipeline:
     def send_down(
         self, file: DirectFile, offset: int, there: Tensor, recorded: AbstractContextManager[None]
     ) -> StagedCopy:
-        """Start to write a device's memory to a range of a file, behind what the down stream has queued."""
+        """Start to write device memory to a range of a file, behind what the down stream has queued; return the end."""
         copied, begin = StagedCopy(), self._device.down.record_event()
         self._counters.disk_written += there.nbytes
 
         def work() -> None:
+            """Copy device memory to a buffer while another is written. Runs on the writer's thread."""
             under_way: collections.deque[tuple[int, Any, int, int]] = collections.deque()
 
             def write() -> None:
+                """Write the buffer that was filled first to the file."""
                 number, arrived, first, nbytes = under_way.popleft()
                 arrived.synchronize()
                 file.write(self._down[number].memory, offset + first, blocks(nbytes))
@@ -219,7 +226,7 @@ class Pipeline:
                         write()
                 copied.done.set_result(None)
             except BaseException as error:
-                with contextlib.suppress(RuntimeError):  # the device's own error, which each wait for it raises
+                with contextlib.suppress(RuntimeError):  # of the device; every later wait for the device raises it
                     self._down_stream.synchronize()
                 if not copied.queued.done():  # nothing reads the device's memory any more
                     copied.queued.set_result(self._down_stream.record_event())
@@ -229,15 +236,16 @@ class Pipeline:
         return copied
 
     def _recorded(self, *work: Any) -> AbstractContextManager[None]:
+        """Return the recorder's context for some work; an empty one while nothing is recorded."""
         listener = self._counters.listener
         return NOT_RECORDED if listener is None else listener.work(*work)
 
     # ---- windows
 
     def windows(self, file: ScratchFile, todo: Iterable[W]) -> Generator[W, None, None]:
-        """Yield windows whose spans of a file were read, and write them when the next one is asked for.
+        """Yield each window with its spans read from the file; write it back when the next one is asked for.
 
-        Those after it are read meanwhile. All is written at the end. The caller closes this generator, also after an
+        Windows after it are read meanwhile. All are written at the end. The caller closes this generator, also after an
         error of its own: then all buffers are free, and no transfer is under way.
         """
         ahead: collections.deque[tuple[W, Future[Buffer]]] = collections.deque()
@@ -247,14 +255,14 @@ class Pipeline:
             while True:
                 while len(ahead) < COUNT - 1 and (window := next(following, None)) is not None:
                     window.place(file)
-                    ahead.append((window, self._reader.submit(self._fetch, window.ranges(file, False))))
+                    ahead.append((window, self._reader.submit(self._read_window, window.ranges(file, False))))
                 if not ahead:
                     break
                 window, read = ahead[0]
                 window.show(read.result().flat)
                 yield window
                 ahead.popleft()
-                writes.append(self._writer.submit(self._store, read.result(), window.ranges(file, True)))
+                writes.append(self._writer.submit(self._write_window, read.result(), window.ranges(file, True)))
                 while writes and writes[0].done():
                     writes.popleft().result()
             while writes:
@@ -266,8 +274,9 @@ class Pipeline:
                     self._free.put((read.result(), None))
             raise
 
-    def _fetch(self, ranges: list[FileRange]) -> Buffer:
-        buffer = self._take()
+    def _read_window(self, ranges: list[FileRange]) -> Buffer:
+        """Read ranges of a file into a buffer, and return the buffer. Runs on the reader's thread."""
+        buffer = self._take_buffer()
         try:
             for file, offset, nbytes, at in ranges:
                 with self._recorded("disk in", "", "state", nbytes):
@@ -278,7 +287,8 @@ class Pipeline:
             raise
         return buffer
 
-    def _store(self, buffer: Buffer, ranges: list[FileRange]) -> None:
+    def _write_window(self, buffer: Buffer, ranges: list[FileRange]) -> None:
+        """Write a buffer to ranges of a file, and free the buffer. Runs on the writer's thread."""
         try:
             for file, offset, nbytes, at in ranges:
                 with self._recorded("disk out", "", "state", nbytes):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-LEAST = 4096  # bytes of a weight that may move
+LEAST = 4096  # the fewest bytes of a weight that may be in the scratch file
 TERMS = ("frozen", "state", "weights", "gradients")  # in the order in which they leave memory
 
 
@@ -17,19 +17,19 @@ class UnitBytes(NamedTuple):
     """A unit's bytes in host memory, by what may be in files."""
 
     frozen: int = 0  # of frozen weights that lie in files as they travel
-    state: int = 0  # of an optimizer that has two numbers for each that trains
-    weights: int = 0  # that train
+    state: int = 0  # of optimizer state, taken as two numbers for each element that trains
+    weights: int = 0  # of weights that train
     gradients: int = 0
     fixed: int = 0  # of all else, which has to be in memory
 
     @classmethod
     def of(cls, params: Iterable[Tensor], wire_of: Callable[[Any], torch.dtype], filed: Container[int]) -> UnitBytes:
-        """Count the bytes of parameters.
+        """Count the host bytes of a unit's parameters, by what may be in files.
 
         Args:
             params: The parameters.
-            wire_of: Returns the type in which one travels from memory.
-            filed: The ids of frozen ones that lie in files.
+            wire_of: Returns the type in which a parameter travels from memory.
+            filed: The ids of frozen parameters that lie in files.
         """
         terms = dict.fromkeys(cls._fields, 0)
         for param in params:
@@ -55,7 +55,7 @@ def may_move(param: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """The terms of a run that are in files: for each the indices of units; all else is in memory."""
+    """The kinds of bytes that are in files, each as the indices of its units; all else is in memory."""
 
     frozen: frozenset[int] = frozenset()
     state: frozenset[int] = frozenset()
@@ -63,7 +63,7 @@ class Placement:
     gradients: frozenset[int] = frozenset()
     host: int = 0  # bytes that are left in memory, buffers included
     disk: int = 0  # bytes in the scratch file
-    by_term: dict[str, int] = field(default_factory=dict)  # the bytes in memory
+    by_term: dict[str, int] = field(default_factory=dict)  # bytes in memory, by term
 
     @property
     def is_in_memory(self) -> bool:
@@ -72,7 +72,7 @@ class Placement:
 
 
 def choose(units: Sequence[UnitBytes], budget: int, has_disk: bool, buffers: int) -> Placement:
-    """Choose what leaves memory, so that what is left fits the budget as closely as whole units allow.
+    """Choose units whose weights, state or gradients are in files, until the rest fits the budget.
 
     A term leaves memory before the next one begins to: frozen weights cost a read of each visit, state a read and a
     write of each step, weights that train both, gradients a write and a read. The units of a term that goes in part
@@ -85,7 +85,7 @@ def choose(units: Sequence[UnitBytes], budget: int, has_disk: bool, buffers: int
     host += buffers
     gone: dict[str, set[int]] = {term: set() for term in TERMS}
     for term in TERMS if has_disk else TERMS[:1]:
-        for index in sorted(range(len(units)), key=_spread):
+        for index in sorted(range(len(units)), key=_turn_of):
             nbytes = getattr(units[index], term)
             if nbytes and host > budget:
                 gone[term].add(index)
@@ -95,6 +95,6 @@ def choose(units: Sequence[UnitBytes], budget: int, has_disk: bool, buffers: int
     return Placement(**sets, host=host, disk=disk, by_term={**left, "buffers": buffers})
 
 
-def _spread(index: int) -> int:
-    """Give an index its turn, so that those of the first few turns are spread over all."""
+def _turn_of(index: int) -> int:
+    """Return a unit's turn (its index, bits reversed), by which the first few turns are spread over the model."""
     return int(f"{index:032b}"[::-1], 2)

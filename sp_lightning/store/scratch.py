@@ -42,7 +42,7 @@ files: weakref.WeakValueDictionary[str, ScratchFile] = weakref.WeakValueDictiona
 
 
 def scratch_in(folder: str, nbytes: int) -> ScratchFile:
-    """Return the scratch file in a folder, with nbytes allocated or free; one that still has tensors is kept."""
+    """Return a folder's scratch file, with nbytes allocated or free; reuse one whose tensors are still alive."""
     file = files.get(folder)
     if file is None:
         file = files[folder] = ScratchFile(folder)
@@ -51,18 +51,18 @@ def scratch_in(folder: str, nbytes: int) -> ScratchFile:
 
 
 class ScratchFile(DirectFile):
-    """A nameless file of which tensors are made."""
+    """A nameless file on a local disk, whose ranges are the memory of tensors."""
 
     outcome = f"Check the disk, or name another one, and {DiskError.GO_ON}"
 
     def __init__(self, folder: str) -> None:
-        """Make the file; raise OptionError where its folder cannot hold it."""
+        """Create and map the file; raise OptionError where its folder cannot hold it."""
         mount = check_folder(folder)
         self.folder = folder
-        super().__init__(f"the scratch file in {folder}", _nameless(folder, mount), mount.kind)
-        self._end = self._allocated = 0  # of ranges that were taken, and of those that may be
+        super().__init__(f"the scratch file in {folder}", _open_nameless(folder, mount), mount.kind)
+        self._end = self._allocated = 0  # bytes that tensors have taken, and bytes that the disk has allocated
         self._free: dict[int, list[int]] = collections.defaultdict(list)  # offsets of ranges, by their bytes
-        self._storages: dict[int, int] = {}  # of tensors that live, by their offsets
+        self._storages: dict[int, int] = {}  # ids of the storages of live tensors, by their offsets
         status = os.fstatvfs(self.fd)
         nbytes = status.f_bavail * status.f_frsize // BLOCK * BLOCK
         try:
@@ -78,12 +78,13 @@ class ScratchFile(DirectFile):
             raise
 
     def allocate(self, nbytes: int) -> None:
-        """Allocate nbytes for further tensors; raise DiskError if the disk has none."""
+        """Allocate disk space for nbytes of further tensors; raise DiskError if the disk is full."""
         unused = self._allocated - self._end + sum(size * len(free) for size, free in self._free.items())
         if nbytes > unused:
             self._allocate(self._allocated + nbytes - unused)
 
     def _allocate(self, end: int) -> None:
+        """Allocate disk space up to this end of the file; raise DiskError if the disk is full."""
         status = os.fstatvfs(self.fd)
         there, needed = status.f_bavail * status.f_frsize, end - self._allocated
         try:
@@ -105,7 +106,7 @@ class ScratchFile(DirectFile):
         self._allocated = end
 
     def take(self, like: Tensor) -> Tensor:
-        """Make a tensor of the file with a shape, type and strides; its bytes are any."""
+        """Make a tensor over a free range of the file, in another one's shape and type, with any bytes."""
         size = blocks(max(like.nbytes, 1))
         if free := self._free[size]:
             offset = free.pop()
@@ -115,29 +116,29 @@ class ScratchFile(DirectFile):
             self._end += size
         with torch.inference_mode(False):
             memory = (ctypes.c_uint8 * size).from_address(self._flat.data_ptr() + offset)
-            weakref.finalize(memory, self._release, offset, size).atexit = False  # which keeps the file until then
+            weakref.finalize(memory, self._release, offset, size).atexit = False  # keeps the file alive until then
             storage = torch.frombuffer(memory, dtype=torch.uint8, count=max(like.nbytes, 1)).untyped_storage()
             self._storages[offset] = storage_id(storage)
             return torch.empty(0, dtype=like.dtype, device="cpu").set_(storage, 0, like.shape, dense_strides(like))
 
     def _release(self, offset: int, size: int) -> None:
-        """Have a range free: nothing refers to it. Called by any thread."""
+        """Mark a range as free, once nothing refers to its storage. May run on any thread."""
         del self._storages[offset]
         self._free[size].append(offset)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Return the first byte of a tensor that fills whole blocks of the file; None if it is no such tensor."""
+        """Return the place in the file of a dense tensor that begins with a block of it; None for any other tensor."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return None
         return self.offset_at(tensor.data_ptr()) if tensor.stride() == dense_strides(tensor) else None
 
     def offset_at(self, address: int) -> int | None:
-        """Return the place in the file of an address at which a block of it begins; None if none does."""
+        """Return the place in the file of a mapped address where a block begins; None for any other address."""
         offset = address - self._flat.data_ptr()
         return offset if 0 <= offset < self._end and offset % BLOCK == 0 else None
 
     def forget(self) -> None:
-        """Have reads of all tensors raise: this is a forked process."""
+        """Make each access to the file's tensors an error, and close the file, in a forked process."""
         for storage in self._storages.values():
             forbid_access(storage, FORKED)
         self.close()
@@ -146,7 +147,7 @@ class ScratchFile(DirectFile):
         self.close()
 
     def _both_ways_are_equal(self, direct: int) -> bool:
-        """Write on each way and read on the other."""
+        """Whether direct transfers and the mapping see each other's writes, by a trial."""
         mapped = self._flat[:BLOCK]
         with mmap.mmap(-1, BLOCK) as memory:
             for first, second in (b"12", b"34"):
@@ -160,6 +161,7 @@ class ScratchFile(DirectFile):
 
 
 def _forget_all() -> None:
+    """Forget all scratch files, in a forked process."""
     for file in list(files.values()):
         file.forget()
     files.clear()
@@ -170,7 +172,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_folder(folder: str) -> Mount:
-    """Return a folder's mount; raise OptionError where a scratch file cannot be."""
+    """Return a folder's mount; raise OptionError if the folder cannot hold a scratch file."""
     if not sys.platform.startswith("linux"):
         raise OptionError(argument="disk", found=folder, allowed="None on this system: it needs Linux")
     if not os.path.isdir(folder):
@@ -183,20 +185,20 @@ def check_folder(folder: str) -> Mount:
 
 
 def no_local_disk(mount: Mount) -> str:
-    """Say what a mount is that is on no local disk; "" for one that is."""
+    """Describe a mount that is on no local disk; "" for one that is."""
     if mount.kind in IN_MEMORY:
         return "a filesystem in memory"
     return "a network filesystem, or one that is not known to be local" if mount.is_remote else ""
 
 
-def _nameless(folder: str, mount: Mount) -> int:
-    """Open a file without a name that is written in place."""
+def _open_nameless(folder: str, mount: Mount) -> int:
+    """Open a nameless file that the filesystem writes in place; return its descriptor."""
     try:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED} ({error.strerror})") from error
     if mount.kind in COPIES_ON_WRITE:
-        import fcntl  # which Windows has not
+        import fcntl  # not on Windows
 
         flags = array.array("l", [0])
         try:

@@ -43,7 +43,7 @@ class Found(NamedTuple):
 
 
 def find(tensors: Iterable[Tensor]) -> dict[int, Found]:
-    """Find, by the ids of these tensors, where in local files their bytes are; others are left out."""
+    """Map the ids of tensors to the places of their bytes in local files; leave out tensors that are in none."""
     there = mappings()
     begins = [mapping.begin for mapping in there]
     found: dict[int, Found] = {}
@@ -65,9 +65,10 @@ def find(tensors: Iterable[Tensor]) -> dict[int, Found]:
 
 
 def _is_local(path: str) -> bool:
+    """Whether a path is on a local filesystem; log a warning if it is a network's."""
     try:
         mount = mount_of(path)
-    except OSError:  # it has no name by now
+    except OSError:  # the file has no name by now
         return False
     if mount.is_remote:
         log.warning("superpipeline: weights are copied from %s, on %s: it may change unnoticed", path, mount.kind)
@@ -75,7 +76,7 @@ def _is_local(path: str) -> bool:
 
 
 def written(ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """Find which of these ranges, each an address and a number of bytes, have a page that was written."""
+    """Return the numbers of the address ranges that have a page this process has written to."""
     found = []
     pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -93,10 +94,10 @@ def written(ranges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 class SourceFile(DirectFile):
-    """A file that weights stay in."""
+    """A file on disk that frozen weights are read from during the run."""
 
     def __init__(self, mapping: Mapping) -> None:
-        """Open the file of a mapping; raise SourceFileError if its path leads to another one by now."""
+        """Open the file of a mapping; raise SourceFileError if its path leads to another file by now."""
         try:
             fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -113,6 +114,7 @@ class SourceFile(DirectFile):
             raise
 
     def check(self) -> None:
+        """Raise SourceFileError if the file's size or time of modification changed."""
         if (now := self._now()) != self._state:
             was, size = self._state[0], now[0]
             changed = f"it has {size} bytes, and had {was}" if size != was else "it was written"
@@ -122,10 +124,12 @@ class SourceFile(DirectFile):
             )
 
     def _now(self) -> tuple[int, int]:
+        """Return the file's size and time of modification."""
         status = os.fstat(self.fd)
         return status.st_size, status.st_mtime_ns
 
     def _reads_the_same(self, direct: int) -> bool:
+        """Whether a direct read of the first block has the bytes of a buffered one."""
         nbytes = min(BLOCK, self._state[0])
         with mmap.mmap(-1, BLOCK) as buffer, memoryview(buffer) as memory:
             return os.preadv(direct, [memory], 0) == nbytes and memory[:nbytes] == os.pread(self.fd, nbytes, 0)
@@ -139,6 +143,7 @@ def _identity(fd: int) -> tuple[str, str]:
 
 
 def _gone(path: str, why: str) -> SourceFileError:
+    """Make the error of a file that cannot be opened again."""
     return SourceFileError(
         f"{path}, which weights were loaded from, cannot be opened again ({why}): leave it where it was while its"
         " weights stay there (host_budget), or load the model again"

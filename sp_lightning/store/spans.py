@@ -16,7 +16,7 @@ from .scratch import ScratchFile
 class ElementSpan:
     """A range of a tensor's elements in the order of memory."""
 
-    tensor: Tensor | None  # None: room for what the work makes; it is written once a tensor is given
+    tensor: Tensor | None  # None: room for a tensor that the work makes, and assigns here to have it written
     dtype: torch.dtype
     start: int
     stop: int
@@ -35,10 +35,10 @@ def elements_of(tensor: Tensor, start: int, stop: int) -> Tensor:
 
 
 class SpanBatch(list[ElementSpan]):
-    """Spans that are in memory together."""
+    """Spans that are in memory together: a window."""
 
     def place(self, file: ScratchFile) -> None:
-        """Give spans of a file, and rooms, their places in a buffer; the others stay where they are."""
+        """Give spans of the file, and spans without a tensor, places in a buffer; other spans use their tensors."""
         end = 0
         for span in self:
             if span.tensor is None or file.offset_of(span.tensor) is not None:
@@ -47,13 +47,13 @@ class SpanBatch(list[ElementSpan]):
                 span.here = elements_of(span.tensor, span.start, span.stop)
 
     def show(self, flat: Tensor) -> None:
-        """Note the buffer, which has what was read."""
+        """Set the elements of spans with a place in the buffer to their bytes in this one."""
         for span in self:
             if span.at >= 0:
                 span.here = flat[span.at : span.at + span.nbytes].view(span.dtype)
 
     def ranges(self, file: ScratchFile, writes: bool) -> list[FileRange]:
-        """List what is read before the work, or written after it."""
+        """List the ranges of the file to read before the work, or to write after it."""
         found = []
         for span in self:
             if span.at >= 0 and span.tensor is not None and (span.is_written or not writes):
@@ -64,7 +64,7 @@ class SpanBatch(list[ElementSpan]):
 
 
 def cut(count: int, types: Sequence[torch.dtype], room: int, start: int = 0) -> Iterator[tuple[int, int]]:
-    """Cut elements into ranges that begin at whole blocks of tensors of all these types, and fit a room together."""
+    """Cut elements into ranges that start at whole blocks and fit ``room`` bytes in tensors of all these types."""
     each, step = sum(dtype.itemsize for dtype in types), BLOCK // min(dtype.itemsize for dtype in types)
     size = max((room - len(types) * BLOCK) // each // step, 1) * step
     while start < count:

@@ -28,7 +28,7 @@ from .spans import ElementSpan, SpanBatch, cut
 log = logging.getLogger(__name__)
 
 W = TypeVar("W", bound=SpanBatch)
-BESIDE = 4  # times the largest unit: one that arrives, the gradients of one, and two packs of them
+BESIDE = 4  # times the largest unit: a unit that arrives, gradients of a unit, and two packs of gradients
 
 TENSORS = 5  # of a weight, at most: itself, two numbers of state, and its gradient as it came and as it is read
 
@@ -41,13 +41,13 @@ class FilePlace(NamedTuple):
 
 
 class FiledWeights:
-    """The weights of a unit that are in files, and their way up."""
+    """The file-backed weights of a unit, and the way to bring them to the device."""
 
     def __init__(self, name: str, weights: Sequence[Any], pipeline: Pipeline, device: Device) -> None:
         self._name, self._weights, self._pipeline, self._device = name, weights, pipeline, device
         self._files = list(dict.fromkeys(weight.place.file for weight in weights))
-        self._stamp: Any = None  # of the weights when they were looked at last
-        self._written: Sequence[Any] = ()  # whose bytes are in memory: somebody wrote to the mapping
+        self._stamp: Any = None  # of the weights when their reads were planned
+        self._written: Sequence[Any] = ()  # weights whose bytes are in memory: the mapping was written to
         self._last: FileFill | None = None
 
     @property
@@ -56,16 +56,16 @@ class FiledWeights:
         return self._last is not None and self._last.queued.done() and self._last.queued.exception() is not None
 
     def send_up(self, flat: Tensor, before: Arrival, stamp: Any) -> Arrival:
-        """Start to fill a unit's memory on the device.
+        """Start to fill a unit's memory on the device with file-backed weights; return the end of all its copies.
 
         Args:
-            flat: The memory.
-            before: The copy of weights in memory, of which the returned one is the end as well.
-            stamp: Changes with writes to the weights; None: there may have been any.
+            flat: The unit's memory on the device.
+            before: The copy of weights in memory, which has ended, too, at the end that is returned.
+            stamp: Differs after writes to the weights; None: they may have been written.
         """
         if stamp is None or stamp != self._stamp:
             self._stamp = stamp
-            self._look()
+            self._plan_reads()
         copies = [before]
         for weight in self._written:
             here = weight.value.as_strided((weight.value.numel(),), (1,)).view(torch.uint8)
@@ -73,8 +73,8 @@ class FiledWeights:
         self._last = self._pipeline.send_up(flat, self._pieces, self._files, copies, self._name)
         return self._last
 
-    def _look(self) -> None:
-        """Find out which weights were written, and plan the reads of the others."""
+    def _plan_reads(self) -> None:
+        """Plan the reads of weights, but for those whose mapping was written to: these are copied from memory."""
         found = written([(weight.value.data_ptr(), weight.nbytes) for weight in self._weights])
         self._written = [self._weights[number] for number in found]
         ranges = [
@@ -84,7 +84,7 @@ class FiledWeights:
 
 
 def is_in_source(weight: Any) -> bool:
-    """Whether the file that a weight was loaded from has its bytes."""
+    """Whether the file that a weight was loaded from still has its bytes."""
     is_there = weight.place is not None and isinstance(weight.place.file, SourceFile)
     return is_there and not written([(weight.value.data_ptr(), weight.nbytes)])
 
@@ -98,13 +98,13 @@ def is_same(one: Tensor, other: Any) -> bool:
 
 
 def _free_nbytes(units: Sequence[Sequence[tuple[str, nn.Parameter]]]) -> int:
-    """Return the bytes that the run may take: what is free, with its own weights, but for the system's share."""
+    """Return the bytes a run may take: free memory and its own weights, less what is left to the system."""
     memory, own = host_memory(), sum(param.nbytes for unit in units for _, param in unit if not param.is_meta)
     return max(1, memory.free + own - headroom(memory.total))
 
 
 class Store:
-    """The part of a stream that is in files."""
+    """The bytes of a stream that are in files."""
 
     def __init__(self, budget: int | None, disk: str | None, device: Device) -> None:
         self._budget, self._disk, self._device = budget, disk, device
@@ -123,13 +123,13 @@ class Store:
         masters: bool,
         window: int,
     ) -> None:
-        """Choose what is in files.
+        """Choose what is in files; allocate the scratch file and start the pipeline if anything is.
 
         Args:
             units: The parameters of each unit whose bytes are on the host.
             wire_of: Returns the type in which a parameter travels from memory.
-            masters: Whether that is the type in which it computes, so that it has to travel in it from a file, too.
-            window: How many units are where it computes.
+            masters: Whether a parameter computes in that type, so that a file must hold that type, too.
+            window: How many units are on the device at a time.
         """
         if self._budget is None and self._disk is None:
             return
@@ -142,19 +142,19 @@ class Store:
         largest = max((sum(param.nbytes for _, param in unit) for unit in units), default=0)
         nbytes = buffer_nbytes(budget, largest)
         buffers = BUFFERS * nbytes
-        if self._device.is_host:  # whose memory has the units that compute, their gradients and packs of these
+        if self._device.is_host:  # host memory also has the window, its gradients and their packs
             buffers += (window + BESIDE) * largest
         self.placement = placement = choose(counted, budget, self._disk is not None, buffers)
         if placement.host > budget > 0:
-            raise self._not_met(budget)
+            raise self._budget_error(budget)
         if placement.is_in_memory:
             return
         if self._disk is not None and placement.disk:
             moving = [param for index in placement.gradients for _, param in units[index] if may_move(param)]
             wide = sum(param.nbytes for param in moving if wire_of(param) is not param.dtype)  # gradients that are read
-            ends = TENSORS * BLOCK * sum(map(len, units))  # of tensors' last blocks
+            ends = TENSORS * BLOCK * sum(map(len, units))  # for the unused ends of tensors' last blocks
             self._scratch = scratch_in(self._disk, placement.disk + wide + ends)
-        malloc.map_large_blocks()  # or what the model frees would stay with the process, beside the budget
+        malloc.map_large_blocks()  # otherwise freed memory would stay with the process, beyond the budget
         self._pipeline = Pipeline(self._device, nbytes)
         log.info(
             "superpipeline: %s of frozen weights stay in their files, and %s go to the disk; %s are in host memory, of"
@@ -165,7 +165,7 @@ class Store:
             format_bytes(placement.by_term["buffers"]),
         )
 
-    def _not_met(self, budget: int) -> HostMemoryError:
+    def _budget_error(self, budget: int) -> HostMemoryError:
         """Make the error of a budget that is less than what has to be in memory."""
         left = {term: nbytes for term, nbytes in self.placement.by_term.items() if nbytes}
         terms = ", ".join(f"{term} {format_bytes(nbytes)}" for term, nbytes in left.items())
@@ -178,10 +178,10 @@ class Store:
         )
 
     def place_of(self, index: int, param: nn.Parameter, wire: torch.dtype) -> FilePlace | None:
-        """Return where in a file a parameter of a unit is that does not travel from memory.
+        """Return the place in a file from which a parameter travels; None if it travels from memory.
 
-        A weight that trains moves to the scratch file, if that is its place; where it travels in another type, what
-        travels is in memory.
+        A weight that trains is first moved to the scratch file, if the placement says so. If it travels in another
+        type, its wire copy is in memory.
         """
         if index in self.placement.weights and may_move(param):
             assert self._scratch is not None
@@ -197,7 +197,7 @@ class Store:
         return FilePlace(self._files[found.mapping.file], found.offset)
 
     def filed(self, name: str, weights: Sequence[Any]) -> FiledWeights | None:
-        """Return the way up of a unit's weights that are in files; None if there are none."""
+        """Return the loader of a unit's file-backed weights; None if the unit has none."""
         there = [weight for weight in weights if weight.place is not None]
         if not there:
             return None
@@ -207,24 +207,24 @@ class Store:
     # ---- what trains
 
     def has_state_of(self, weight: Any) -> bool:
-        """Whether the optimizer's state of a weight belongs into the scratch file."""
+        """Whether the optimizer state of a weight is to be in the scratch file."""
         return weight.unit.index in self.placement.state and may_move(weight.host)
 
     def is_filed(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the scratch file's."""
+        """Whether a tensor lies in the scratch file."""
         return self._scratch is not None and self._scratch.offset_of(tensor) is not None
 
     def gradients_of(self, index: int) -> Store | None:
-        """Return the place of a unit's gradients; None: it is memory."""
+        """Return this store if a unit's gradients are in the scratch file; None if they are in memory."""
         return self if index in self.placement.gradients else None
 
     def take(self, like: Tensor) -> Tensor:
-        """Make a tensor of the scratch file with a shape, type and strides; its bytes are any."""
+        """Make a tensor over a free range of the scratch file, in another one's shape and type, with any bytes."""
         assert self._scratch is not None
         return self._scratch.take(like)
 
     def moved(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's values in the scratch file, where it may be already."""
+        """Return a copy of a tensor in the scratch file, or the tensor itself if it is there. Blocks."""
         if self.is_filed(tensor):
             return tensor
         there = self.take(tensor)
@@ -236,9 +236,9 @@ class Store:
         return there
 
     def each(self, work: Callable[..., Any], target: Tensor, *others: Tensor) -> None:
-        """Do elementwise work on tensors with the same strides, in windows if any is in the file; it writes the first.
+        """Apply an elementwise function, which writes to the first of these tensors of equal strides.
 
-        Blocks until all is written.
+        In windows if any of the tensors is in the file. Blocks until all is written.
         """
         tensors = target, *others
         if not any(map(self.is_filed, tensors)):
@@ -255,12 +255,12 @@ class Store:
 
     @property
     def room(self) -> int:
-        """The bytes of a window."""
+        """The bytes of a pipeline buffer, into which a window has to fit."""
         assert self._pipeline is not None
         return self._pipeline.nbytes
 
     def fetch(self, windows: Iterable[W]) -> Generator[W, None, None]:
-        """Yield windows while their elements are in memory; written they are when the next one is asked for.
+        """Yield each window with its elements in memory; write it back when the next one is asked for.
 
         The caller closes this generator.
         """
@@ -272,18 +272,18 @@ class Store:
     aligned = staticmethod(blocks)
 
     def passing(self, nbytes: int) -> Tensor:
-        """Take a range for a unit's gradients, as bytes."""
+        """Allocate a range of the scratch file for a unit's gradients, as a tensor of bytes."""
         return self.take(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
     def send_down(self, target: Tensor, source: Tensor, recorded: AbstractContextManager[None]) -> Arrival:
-        """Start to write bytes of the device to a range."""
+        """Start to write device memory to a range of the scratch file; return the end."""
         assert self._pipeline is not None and self._scratch is not None
         offset = self._scratch.offset_of(target)
         assert offset is not None
         return self._pipeline.send_down(self._scratch, offset, source, recorded)
 
     def close(self) -> None:
-        """End the threads and close the files; weights in them stay what their loader made them. Safe twice.
+        """End the threads and close the files; file-backed weights stay mapped, as their loader made them. Safe twice.
 
         The scratch file lives as long as its tensors.
         """
