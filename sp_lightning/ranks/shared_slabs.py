@@ -10,12 +10,12 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import socket
 import sys
 from bisect import bisect_right, insort
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ class SharedSlabs(Slabs):
 
     def __init__(self, descriptor: int, is_first: bool) -> None:
         super().__init__()
+        allow_open_files()
         self._descriptor, self._is_first = descriptor, is_first
         self._at = 0
         self._twins: list[Twin] = []  # in the order of their addresses
@@ -123,8 +124,9 @@ class SharedSlabs(Slabs):
     def unlock_all(self) -> None:
         """Unlock all slabs, which remain as ordinary memory, and close the file's descriptor."""
         super().unlock_all()
-        with suppress(OSError):  # closed by an earlier call
+        if self._descriptor >= 0:
             os.close(self._descriptor)
+            self._descriptor = -1
 
     def _mapping(self, nbytes: int) -> mmap.mmap:
         """Reserve a range of the file for a slab, and map its truth."""
@@ -132,7 +134,15 @@ class SharedSlabs(Slabs):
 
     def _map_file(self, offset: int, nbytes: int, flags: int) -> mmap.mmap:
         """Map a range of the file, which forked processes do not get."""
-        mapping = mmap.mmap(self._descriptor, max(nbytes, 1), flags=flags, offset=offset)
+        try:
+            mapping = mmap.mmap(self._descriptor, max(nbytes, 1), flags=flags, offset=offset)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            raise UnsupportedError(
+                "this process may not have as many open files as there are ranges of memory that its ranks share:"
+                " raise the hard limit (ulimit -Hn)"
+            ) from error
         mapping.madvise(mmap.MADV_DONTFORK)  # what a forked process reads there would change as these ranks step
         return mapping
 
@@ -156,6 +166,14 @@ def check_possible() -> None:
             f"several devices share host memory by memfd, which {sys.platform} has not: use devices=1, or"
             " strategy='ddp'"
         )
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files as far as it may be: before Python 3.13 each mapping has one."""
+    import resource  # which Windows has not
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def made_file() -> int:

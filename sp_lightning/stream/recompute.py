@@ -10,11 +10,12 @@ import contextlib
 import copy
 import enum
 import random
-import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -30,9 +31,11 @@ ATOMS: tuple[type, ...] = (Tensor, nn.Module, type, enum.Enum, str, bytes, int, 
 ATOMS += (torch.dtype, torch.device, torch.Generator, types.NoneType)
 ATOMS += (types.FunctionType, types.MethodType, types.ModuleType)
 
+FLAT = (set, bytearray, numpy.ndarray)  # copied without what is in them
+
 
 def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """Copy the lists, dicts, tuples and objects of a value, which a forward may change; other values are kept as is."""
+    """Copy the containers, arrays and objects of a value, which a forward may change; other values are kept as is."""
     memo = {} if memo is None else memo
     if isinstance(value, ATOMS):
         return value
@@ -43,11 +46,12 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if not isinstance(value, (list, dict)) and not hasattr(value, "__dict__"):
+    if not isinstance(value, (list, deque, dict, *FLAT)) and not hasattr(value, "__dict__"):
         return value
     made = memo[id(value)] = copy.copy(value)
-    if isinstance(made, list):
-        made[:] = [copied(item, memo) for item in made]
+    if isinstance(made, (list, deque)):
+        for index, item in enumerate(value):
+            made[index] = copied(item, memo)
     elif isinstance(made, dict):
         for key, item in value.items():
             dict.__setitem__(made, key, copied(item, memo))
@@ -57,14 +61,14 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors in a value, and in the lists, dicts, tuples and objects in it that `copied` copies."""
+    """Yield the tensors in a value, and in the lists, deques, dicts, tuples and objects in it that `copied` copies."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
         yield value
     if isinstance(value, ATOMS) or id(value) in seen:
         return
     seen.add(id(value))
-    items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
+    items = value if isinstance(value, (list, deque, tuple)) else value.values() if isinstance(value, dict) else ()
     for item in (*items, *getattr(value, "__dict__", {}).values()):
         yield from tensors_in(item, seen)
 
@@ -233,15 +237,13 @@ class Recompute:
 
 def _generators() -> tuple[Any, Any]:
     """Return the states of Python's and NumPy's random generators."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
+    return random.getstate(), numpy.random.get_state()
 
 
 def _set_generators(states: tuple[Any, Any]) -> None:
     """Set the states of Python's and NumPy's random generators."""
     random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
+    numpy.random.set_state(states[1])
 
 
 def _trained(module: nn.Module) -> list[tuple[nn.Parameter, bool]]:

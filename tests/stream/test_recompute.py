@@ -1,5 +1,9 @@
 """What activations="recompute" puts back before forward runs again, and what it leaves alone."""
 
+import collections
+import copy
+
+import numpy
 import pytest
 import torch
 from side_by_side import blocks, check, inputs, squares, training
@@ -27,6 +31,49 @@ def test_a_second_run_that_saves_other_tensors_is_an_error(activations, device):
         with pytest.raises(ExactnessError, match=r"blocks\.\d ran again in backward, and not as it did") as caught:
             loss.backward()
         assert str(caught.value).endswith("use activations='keep' or 'offload'")
+
+
+class Counting(models.Block):
+    """A block that counts its calls in an argument."""
+
+    def forward(self, x, seen):
+        count = float(seen[0]) if isinstance(seen, numpy.ndarray) else len(seen)
+        if isinstance(seen, numpy.ndarray):
+            seen += 1
+        elif isinstance(seen, set):
+            seen.add(count)
+        elif count and isinstance(seen[0], torch.Tensor):
+            seen[0].add_(1)
+        else:
+            seen.append(count)
+        return super().forward(x) * (1 + count)
+
+
+def counted(net, seen, device):
+    """Run three blocks and a backward; return the gradients."""
+    x = torch.linspace(-1, 1, 4 * models.WIDTH, device=device).view(4, models.WIDTH)
+    for block in net:
+        x = block(x, seen)
+    x.square().sum().backward()
+    return [param.grad.cpu() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+@pytest.mark.parametrize("kind", [list, set, bytearray, collections.deque, numpy.ndarray])
+def test_an_argument_that_forward_changes_is_put_back(kind, activations, device):
+    make = kind if kind is not numpy.ndarray else lambda: numpy.zeros(1)
+    net = nn.ModuleList(Counting() for _ in range(3))
+    plain = counted(copy.deepcopy(net).to(device), make(), device)
+    with streamed(net, device, window=1, activations=activations, units=["Counting"]):
+        assert all(map(torch.equal, counted(net, make(), device), plain))
+
+
+@pytest.mark.parametrize("kind", [list, collections.deque])
+def test_a_write_to_a_tensor_in_an_argument_is_an_error(kind, device):
+    net = nn.ModuleList(Counting() for _ in range(3))
+    with streamed(net, device, window=1, activations="recompute", units=["Counting"]):
+        with pytest.raises(ExactnessError, match="wrote in place to a tensor inside of one of its arguments"):
+            counted(net, kind([torch.zeros(1)]), device)
 
 
 FROZEN = {
