@@ -1,7 +1,7 @@
 """Train models that do not fit on the device: ``Trainer(strategy="superpipeline")``.
 
-Importing this package imports neither torch nor Lightning. It has the strategies registered with Lightning, and with
-``pytorch_lightning``, as soon as one of these is imported; public names are imported when they are first used.
+Importing this package imports neither torch nor Lightning. The strategies are registered with Lightning, and with
+``pytorch_lightning``, as soon as that is imported; public names are imported when they are first used.
 """
 
 import importlib
@@ -58,11 +58,11 @@ class _Package(types.ModuleType):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _PLACES and isinstance(value, types.ModuleType):
-            return  # Python puts a module into its package when it is imported
+            return  # an import would put the subpackage of this name over the function
         super().__setattr__(name, value)
 
     def __reduce__(self) -> Any:
-        """Pickle by name, as other modules in functions that Ray sends to its workers."""
+        """Pickle this package by name: functions that Ray sends to its workers may refer to it."""
         return importlib.import_module, (self.__name__,)
 
 

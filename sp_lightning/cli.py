@@ -34,17 +34,17 @@ class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """End with one line and exit status 2."""
+        """Print the error in one line, and exit with status 2."""
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; ``arguments`` default to those of the process."""
+    """Parse a command line and run its command; ``arguments`` default to those of the process."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     command, known = given[0] if given else "", [*LIGHTNINGS, *OWN]
     if command in ("", "-h", "--help", "--version"):
-        parser.parse_args(given[:1])  # which ends
+        parser.parse_args(given[:1])  # prints help or version, and exits
     if command not in known:
         what = "an option" if command.startswith("-") else "a command"
         meant = did_you_mean(command, [*known, "--help", "--version"]) or ": " + ", ".join(known)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> OneLineParser:
-    """Make the parser of the command's name alone."""
+    """Make the parser of a command's name, ``--help`` and ``--version``; commands parse their own arguments."""
     listed = "\n".join(f"  {name:10} {what}" for name, what in (LIGHTNINGS | OWN).items())
     parser = OneLineParser(
         prog="python -m sp_lightning",
@@ -76,6 +76,7 @@ def _parser() -> OneLineParser:
 
 
 def _version() -> str:
+    """Return the installed version of this package, or "not installed"."""
     try:
         return importlib.metadata.version("sp-lightning")
     except importlib.metadata.PackageNotFoundError:  # run from a checkout
@@ -83,14 +84,14 @@ def _version() -> str:
 
 
 def _run_own(command: str, given: list[str]) -> int:
-    """Run one of this package's commands; return its exit status."""
+    """Parse the arguments of one of this package's commands and run it; return its exit status."""
     module: Any = importlib.import_module(f".commands.{command}", __package__)
     parser = OneLineParser(prog=f"python -m sp_lightning {command}", description=OWN[command], allow_abbrev=False)
     module.add_arguments(parser)
     at = given.index("--") if "--" in given and command == "launch" else len(given)
     args, rest = parser.parse_known_args(given[:at])
-    args.rest, args.script = rest, given[at + 1 :]  # the command line of a script that the command runs
-    if rest and not (command == "plan" and args.config):  # LightningCLI knows the rest
+    args.rest, args.script = rest, given[at + 1 :]  # the script of `launch`, with its arguments
+    if rest and not (command == "plan" and args.config):  # the rest of `plan --config` is for LightningCLI
         meant = did_you_mean(rest[0], re.findall(r"--[\w-]+", parser.format_help()))
         if command == "launch" and not rest[0].startswith("-"):
             meant = f": put -- before the script (launch [options] -- {rest[0]} ...)"
@@ -99,18 +100,20 @@ def _run_own(command: str, given: list[str]) -> int:
         status = int(module.main(args))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # of `plan ... | head`, which has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed goes nowhere
+    except BrokenPipeError:  # the reader closed the pipe, as in `plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not raise again
         return 128 + signal.SIGPIPE
 
 
 def _run_lightning(arguments: Sequence[str] | None) -> None:
-    from .commands.fit import FitCLI  # needs the extra
+    """Run one of LightningCLI's commands; ``arguments`` default to those of the process."""
+    from .commands.fit import FitCLI  # needs the extra "cli"
 
-    if not sys.stdout.isatty():  # of a file a bar does not know the width, and would wrap its figures at 80
+    if not sys.stdout.isatty():  # a progress bar does not know a file's width, and would wrap at 80 columns
         os.environ.setdefault("COLUMNS", "200")
     FitCLI(args=None if arguments is None else list(arguments), parser_kwargs={"prog": "python -m sp_lightning"})
 
 
 def _in_a_line(error: BaseException) -> str:
+    """Return an error's message on one line."""
     return " ".join(str(error).split())

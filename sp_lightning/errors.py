@@ -14,7 +14,7 @@ class SuperpipelineError(Exception):
 
 
 def did_you_mean(found: str, names: Iterable[str]) -> str:
-    """Name the one of these names that looks most like what was found, as the end of a message; or say nothing."""
+    """Return "; did you mean NAME?" for the name most like the one found, or "" if none is similar."""
     import difflib
 
     lowered = {name.lower(): name for name in names if name != found}
@@ -36,7 +36,7 @@ class OptionError(SuperpipelineError, ValueError):
         super().__init__(f"{argument} must be {allowed}, got {self.found}{meant}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are rebuilt from their positional arguments, and this one takes none.
+        # Unpickling would pass positional arguments, and __init__ takes only keywords.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -53,7 +53,7 @@ class HostMemoryError(SuperpipelineError, RuntimeError):
 
 
 class DiskError(SuperpipelineError, RuntimeError):
-    """A file could not be read or written: which file, where in it, and the system's number for why."""
+    """A file could not be read or written; the message has its path, the byte in it, and the system's errno."""
 
     GO_ON = "go on from the last checkpoint"
 
@@ -72,11 +72,11 @@ class DiskError(SuperpipelineError, RuntimeError):
 
 
 class SourceFileError(SuperpipelineError, RuntimeError):
-    """A file that weights are read from is not the file that it was when they were loaded."""
+    """A file that weights are read from has changed, or is gone, since they were loaded."""
 
 
 class HalfAppliedStepError(SuperpipelineError, RuntimeError):
-    """Weights and optimizer state are those of no step, because a step failed half done: load a checkpoint."""
+    """An optimizer step changed some weights and not others, as after an exception: load a checkpoint."""
 
 
 class UnsupportedError(SuperpipelineError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The handle of a streamed module: finds its units, takes their weights to the host, leaves a plain module behind."""
+"""The handle of a streamed module: it cuts units, moves their weights to the host, and makes the module plain again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CHUNK = 1 << 18  # elements of a slice, which fit a core's cache
 
 
 class _KeepFiled:
-    """A hook by which weights load themselves whose files have the values already: what is written leaves its file."""
+    """A ``load_state_dict`` hook: a file-backed weight whose file has the loaded values stays in its file."""
 
     def __init__(self, handle: Handle | None = None) -> None:
         self._handle = None if handle is None else weakref.ref(handle)
@@ -66,6 +66,7 @@ class _KeepFiled:
 
 
 def _note_new(refer: weakref.ref[Handle], *_: Any) -> None:
+    """Note on a handle that a module or parameter was registered anywhere in the process."""
     if (handle := refer()) is not None:
         handle._is_new = True
 
@@ -73,11 +74,11 @@ def _note_new(refer: weakref.ref[Handle], *_: Any) -> None:
 class Handle:
     """A module whose units stream between host and device."""
 
-    garbage: Any = None  # finds out whether this handle is (handles.py)
+    garbage: Any = None  # the mark by which `close_dropped` finds a dropped handle
     closed = False  # whether the module is plain again
-    before_new: Callable[[nn.Module], object] | None = None  # called before parameters that came later stream as well
+    before_new: Callable[[nn.Module], object] | None = None  # called before parameters that were added are streamed
 
-    @torch.inference_mode(False)  # what is made here may be trained later
+    @torch.inference_mode(False)  # tensors that are made here may be trained later
     def __init__(
         self,
         module: nn.Module,
@@ -89,7 +90,7 @@ class Handle:
         trains: bool = False,
         chunk: int = CHUNK,
     ) -> None:
-        """Move a module's weights into host memory, and put visits before its calls.
+        """Move a module's weights into host memory, and run visits in place of its modules' calls.
 
         Args:
             module: The module.
@@ -114,15 +115,15 @@ class Handle:
         self.steps = self.team.steps(chunk, options.optimizer_overlap, self.device, self.store, makes_trips)
         self.steps.chose_residents = bool(first)
         plain = [(param, param.data) for part in kept for _, param in part.params]
-        self._first_called: Visit | None = None  # since the last step began
+        self._first_called: Visit | None = None  # the first visit since the last step began
         self._is_new = False  # whether modules or parameters were added anywhere
         self._hooks: list[Any] = []
-        self._drawing = contextlib.ExitStack()  # of random numbers for shards
+        self._drawing = contextlib.ExitStack()  # draws random numbers for shards on their mesh's device
         self._visits: dict[nn.Module, Visit] = {}
         try:
             self.window = Window(self.device, Activations(options.activations, self.device))
             self._make_units(streamed, kept)
-            self._begin(makes_trips)
+            self._start_units(makes_trips)
             self._notice_changes()
             move_buffers(module, self.device.torch_device)
             self.team.share_buffers(module)
@@ -138,7 +139,10 @@ class Handle:
 
     @contextlib.contextmanager
     def scope(self, kind: str) -> Iterator[None]:
-        """Run a step of the module. Errors of the module's code that streaming causes say what to do."""
+        """Run one step of the module in this context, where errors that streaming causes say what to do.
+
+        Inside of another step it does nothing.
+        """
         if self.window.is_in_step:
             yield
             return
@@ -151,21 +155,22 @@ class Handle:
             self.window.is_in_step = False
 
     def _begin_step(self, kind: str) -> None:
+        """Tell the recorder, gradients, window and ranks that a step begins. Collective if buffers are due."""
         trains = torch.is_grad_enabled()
         if (listener := self.device.counters.listener) is not None:
             listener.begin_pass(kind, trains)
         if not self.device.is_capturing():
             self._gradients.let_go()
         self.room.begin_step(trains)
-        if trains or kind == "validate":  # which a Trainer does on all ranks at once
+        if trains or kind == "validate":  # a Trainer validates on all ranks at once
             self.team.begin_forward(self.module)
 
     def announce(self, optimizer: Optimizer) -> None:
-        """Take over an optimizer's steps, and put its state where its weights are stepped."""
+        """Take over an optimizer's steps of streamed weights, and move their state to where each is stepped."""
         self.steps.adopt(optimizer)
 
     def loaded(self, optimizer: Optimizer) -> None:
-        """Copy an optimizer's state that was loaded: the file that it is in may vanish."""
+        """Copy an optimizer's loaded state, since its file may vanish, and move it to where each weight is stepped."""
         self.steps.adopt(optimizer)
         state = optimizer.state
         for param in list(state):
@@ -173,7 +178,7 @@ class Handle:
                 continue  # another handle steps it
             state[param] = tree_map_only(
                 Tensor,
-                lambda one: one if self.store.is_filed(one) else one.clone(),  # it was copied to the scratch file
+                lambda one: one if self.store.is_filed(one) else one.clone(),  # the scratch file has a copy already
                 state[param],
             )
         self.steps.adopt(optimizer)
@@ -181,9 +186,10 @@ class Handle:
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer, is_early: bool) -> Iterator[None]:
-        """Run the closure and the step of an optimizer.
+        """Run an optimizer's closure and step in this context.
 
-        With ``is_early`` units are stepped while backward runs: nothing reads their gradients before the step.
+        With ``is_early`` units are stepped while backward runs: the caller knows that no code reads or changes their
+        gradients before the step.
         """
         self.steps.step_beside_backward(optimizer if is_early else None)
         try:
@@ -200,7 +206,7 @@ class Handle:
         return explaining(self.window, self.window.policy, self.device)
 
     def saving(self) -> None:
-        """Raise if weights and state are those of no step, and may not be saved."""
+        """Raise HalfAppliedStepError if a step is half applied: weights and state may not be saved then."""
         self.steps.check_applied()
 
     def stats(self) -> Stats:
@@ -208,20 +214,20 @@ class Handle:
         return stats_of(self.units, self.window, self.device, self.steps.pending)
 
     def chosen(self) -> dict[str, int]:
-        """Return the sizes that "auto" arrived at, for `resume` in a later run; empty if none were chosen."""
+        """Return the window sizes that "auto" arrived at, for `resume` in a later run; empty if none were chosen."""
         return self.room.chosen()
 
     def resume(self, chosen: dict[str, int], why: str = "as in the run that is resumed") -> None:
-        """Start from sizes that `chosen` returned, or from `Plan.chosen`, as far as they fit."""
+        """Set automatic window sizes to those that `chosen` or `Plan.chosen` returned, as far as they fit."""
         self.room.resume(chosen, why)
 
     def record(self, recorder: Recorder | None = None) -> Recorder:
-        """Record from now on what steps do and when (recorder.py)."""
+        """Start recording each step's copies, computation and waits, with their times; return the recorder."""
         self.device.counters.listener = recorder = recorder or Recorder(self.device)
         return recorder
 
     def stop_recording(self) -> None:
-        """Stop recording and read what is left; wait for the device and for steps that still run."""
+        """Stop recording, and read the last events. Waits for pending steps and the device."""
         self.finish_step()
         counters = self.device.counters
         recorder, counters.listener = counters.listener, None
@@ -244,7 +250,7 @@ class Handle:
 
     @property
     def grows(self) -> bool:
-        """Whether the window grows until the first steps showed what is free."""
+        """Whether the window is "auto", and grows into memory that steps leave free."""
         return self.options.window == "auto"
 
     @property
@@ -260,7 +266,7 @@ class Handle:
     # ---- making
 
     def _cut(self, trains: bool) -> tuple[list[FoundUnit], list[FoundUnit], list[FoundUnit]]:
-        """Prepare the module, and cut it: into what streams, what stays, and what of that the user asked for.
+        """Cut the module into units; return those that stream, those that stay, and which of these ``resident`` chose.
 
         Raises for weights that cannot be streamed, and where memory does not suffice.
         """
@@ -270,7 +276,7 @@ class Handle:
         if not self.device.is_host:
             check_moves(module)
         self._slots = slots(module)
-        self._check_free(module.named_parameters())
+        self._check_not_streamed(module.named_parameters())
         cut = partition(module, options.units)
         self._check_shards(cut)
         first = choose_residents(cut, self._slots, 0 if options.resident == "auto" else options.resident)
@@ -283,7 +289,7 @@ class Handle:
         return streamed, [part for part in cut if part not in streamed], first
 
     def _make_units(self, streamed: list[FoundUnit], kept: list[FoundUnit]) -> None:
-        """Make units of what streams, and of what stays on the device."""
+        """Create a unit for each part that streams, and up to two for all weights that stay on the device."""
         options = self.options
         rest = [named for part in kept for named in part.params]
         wholes = [whole for part in kept for whole in part.wholes]
@@ -300,8 +306,8 @@ class Handle:
             held = [(name, param) for name, param in rest if id(param) in of_wholes]
             self._add_unit(HeldUnit, "(resident, quantised)", held, wholes)
 
-    def _begin(self, makes_trips: bool) -> None:
-        """Begin the window and the ways of gradients, from the first rank's weights."""
+    def _start_units(self, makes_trips: bool) -> None:
+        """Set up window and gradient transfers, copy the first rank's weights to all, connect units. Collective."""
         options, numbers = self.options, [unit.numbers() for unit in self.units]
         sizes = options.window, options.transfer, options.memory_budget
         self.room = Room(*sizes, numbers, self.device, makes_trips)
@@ -315,8 +321,8 @@ class Handle:
             self._drawing.enter_context(drawing_on_mesh())
 
     def _notice_changes(self) -> None:
-        """Notice modules and parameters that are added, and state that is loaded."""
-        note = functools.partial(_note_new, weakref.ref(self))  # a door finds out when nothing else leads here
+        """Register hooks for modules and parameters that are added, and for weights that are loaded."""
+        note = functools.partial(_note_new, weakref.ref(self))  # a weak reference, so that a dropped handle is garbage
         self._hooks += [register_module_parameter_registration_hook(note)]
         self._hooks += [register_module_module_registration_hook(note)]
         keep: Any = _KeepFiled(self)
@@ -324,7 +330,7 @@ class Handle:
 
     @property
     def _kind_of_rest(self) -> type[Unit]:
-        """How weights stay on the device: with masters in another type, whose truth is on the host."""
+        """The class of the unit of resident weights: held if they have FP32 masters, whose truth is on the host."""
         return HeldUnit if self.options.master_weights else ResidentUnit
 
     def _add_unit(
@@ -334,6 +340,7 @@ class Handle:
         params: Iterable[tuple[str, nn.Parameter]],
         wholes: Iterable[Whole] = (),
     ) -> Unit:
+        """Create a unit of these parameters, add it to `units`, and register it with the steps."""
         index, has_masters = len(self.units), self.options.master_weights
         parts: dict[int, Weight] = {}
         for whole in wholes:
@@ -362,18 +369,18 @@ class Handle:
         return self.units[-1]
 
     def _wire_of(self, param: nn.Parameter) -> torch.dtype:
-        """Return the type in which a parameter travels, unless it stays in its file."""
+        """Return the type in which a parameter is copied to the device, unless it is file-backed."""
         is_narrow = param.dtype is torch.float32 if self.options.master_weights else id(param) in self._narrow
         return self._wire if self._wire is not None and is_narrow else param.dtype
 
     def _connect(self, unit: Unit) -> None:
-        """Hook a unit's leaves for their gradients, and watch readers of its weights."""
+        """Register gradient hooks on a unit's leaves, and make readers of its weights wait for pending work."""
         for weight in unit.weights:
             if weight.is_part:
                 continue
             if weight.leaf.is_floating_point() or weight.leaf.is_complex():
                 trains = weight.host.requires_grad
-                weight.host.requires_grad_(True)  # which the leaf's answers are
+                weight.host.requires_grad_(True)  # a leaf's requires_grad is the host parameter's
                 set_requires_grad(weight.leaf, True)
                 take: Any = functools.partial(self._gradients.take, weight)
                 weight.hook = Tensor.register_post_accumulate_grad_hook(weight.leaf, take)  # type: ignore[no-untyped-call]
@@ -386,7 +393,7 @@ class Handle:
             unit.show()
 
     def _disconnect(self, plain: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Leave a plain module where streaming could not begin: resident weights get these bytes of theirs back."""
+        """Undo a failed `__init__`: make the module plain again; resident parameters get these tensors back."""
         for hook in self._hooks:
             hook.remove()
         self._drawing.close()
@@ -405,7 +412,7 @@ class Handle:
         self.device.close()
 
     def _check_shards(self, cut: Any) -> None:
-        """Raise for what DTensors are not streamed with."""
+        """Raise if the module's DTensors cannot be streamed with these options, or differ between ranks. Collective."""
         options = self.options
         refused = {
             "master_weights=True": options.master_weights,
@@ -418,8 +425,8 @@ class Handle:
         check_supported(cut, self.device.torch_device, refused)
 
     @staticmethod
-    def _check_free(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Raise if a parameter is in another stream."""
+    def _check_not_streamed(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Raise if another handle streams one of these parameters."""
         for name, param in named:
             if parameters.unit_of(param) is not None:
                 raise ExactnessError(
@@ -428,7 +435,7 @@ class Handle:
                 )
 
     def _attach(self) -> None:
-        """Put visits before the calls of modules that own weights, or contain modules that do."""
+        """Install or update a visit at each module that owns weights or contains modules that do."""
         owner = {id(weight.host): weight.unit for weight in self.weights}
         owner |= {id(whole.host): unit for unit in self.units for whole in unit.wholes}
         resident = [unit for unit in self.units if unit.is_held]
@@ -454,10 +461,11 @@ class Handle:
     # ---- between steps
 
     def _outermost(self, called: Visit) -> AbstractContextManager[None]:
-        """Place what was added or compiled since the last call, and return the context of an outermost call.
+        """Stream parameters that were added since the last outermost call; return the context of this one.
 
-        A call of the root is a step, unless it is in one. Where a loop of the user's calls its parts, the first of them
-        after each optimizer step is; without gradients, each call of the part that was called first.
+        A call of the root is a step, unless it is in one. Where the user's loop calls parts of the module, a step
+        begins with the first call after each optimizer step and, without gradients, with each call of the part that was
+        called first.
         """
         is_again = called is self._first_called and not torch.is_grad_enabled()
         is_first = called.is_root or self.steps.has_stepped or is_again
@@ -466,14 +474,14 @@ class Handle:
             for visit in self._visits.values():
                 if call_slot(visit.module) is not visit:
                     visit.take_slot()
-        if self._is_new and not any(unit.bound for unit in self.units):  # in a call of another stream's root
+        if self._is_new and not any(unit.bound for unit in self.units):  # some are in a call of another stream's root
             self._place_new()
             self._is_new = False
         return self.scope("forward") if is_first and graph_task() == -1 else contextlib.nullcontext()
 
     @never_compiled
     def _place_new(self) -> None:
-        """Stream parameters that replaced others, and keep new ones on the device."""
+        """Stream parameters that replaced streamed ones, and keep all other new ones on the device."""
         if self.before_new is not None:
             self.before_new(self.module)
         self._slots = slots(self.module)
@@ -484,7 +492,7 @@ class Handle:
         for name, param in self.module.named_parameters():
             if id(param) in known:
                 continue
-            self._check_free([(name, param)])
+            self._check_not_streamed([(name, param)])
             parameters.let_go_of_weight(param)
             if name in gone and gone[name].place is None and has_form_of(gone[name], param):
                 self.steps.bring_state_to_host(gone[name].host)
@@ -507,19 +515,19 @@ class Handle:
         self._attach()
 
     def finish_step(self) -> None:
-        """Wait for all pending steps."""
+        """Wait for all pending optimizer steps."""
         for unit in self.units:
             unit.wait_step()
 
     # ---- the end
 
     def close(self) -> None:
-        """Leave a plain module on the host. Safe twice."""
+        """End streaming, and leave a plain module on the host. Waits for all pending work. Safe twice."""
         if self.closed:
             return
         self.closed = True
         open_handles.discard(self)
-        with contextlib.ExitStack() as ends:  # which go on, last one first, where one of them raises
+        with contextlib.ExitStack() as ends:  # all of them run, the last one first, even if one raises
             ends.callback(self.device.close)
             ends.callback(self.store.close)
             ends.callback(move_buffers, self.module, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The handles of a process: what a fork does to them, and how a door finds those of modules that were dropped."""
+"""The handles of a process: what a fork does to them, and how those of dropped modules are found and closed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ open_handles: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    """Wait for all steps and copies: a forked process has neither threads nor the device."""
+    """Wait for all pending steps and copies before a fork: the forked process has neither threads nor the device."""
     for handle in list(open_handles):
         handle.steps.wait_thread()
         for unit in handle.units:
@@ -22,7 +22,7 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    """Make reads of memory that a forked process does not have an error."""
+    """Make reads of page-locked memory raise in a forked process, which lacks that memory, and forget all handles."""
     for handle in open_handles:
         if handle.device.hides_slabs:
             hidden = [(weight.name, weight.wire) for weight in handle.weights if not weight.unit.is_resident]
@@ -32,14 +32,14 @@ def _after_fork() -> None:
                     f"{name} lies in page-locked memory, which a forked process does not have: read it before the"
                     " fork, or start the process by 'spawn'",
                 )
-    open_handles.clear()  # whose threads a fork of the forked process would wait for
+    open_handles.clear()  # a second fork would wait for their threads, which this process lacks
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class _Garbage:
-    """Mark on a handle that gives it back if both are garbage."""
+    """A mark on a handle: when both become garbage, its finaliser appends the handle to ``found``."""
 
     def __init__(self, handle: Any, found: list[Any]) -> None:
         self.handle = handle
@@ -50,7 +50,7 @@ class _Garbage:
 
 
 def close_dropped(handles: list[Any]) -> None:
-    """Close the handles that only this list leads to, and remove those that are closed."""
+    """Close the handles that nothing but this list refers to, and remove closed ones from it. Collects garbage."""
     dropped: list[Any] = []
     marks = []
     while handles:
@@ -67,11 +67,11 @@ def close_dropped(handles: list[Any]) -> None:
         mark.handle.garbage = None
     if dropped:
         close_all(dropped)
-        gc.collect()  # now they go, before memory is allocated
+        gc.collect()  # frees the closed handles' memory before more is allocated
 
 
 def close_all(handles: list[Any]) -> None:
-    """Close these handles, whatever error one of them raises, and empty the list."""
+    """Close these handles, even if one of them raises, and empty the list."""
     with contextlib.ExitStack() as stack:
         for handle in handles:
             stack.callback(handle.close)

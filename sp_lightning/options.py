@@ -54,7 +54,7 @@ class Options:
     optimizer_device: Literal["host", "device"] = "host"  # where optimizers compute; their state is on the host
     wire_dtype: Literal["auto", "as-is"] = "auto"  # type in which weights travel under autocast
     master_weights: bool = False
-    host_memory: HostMemory = "auto"  # of weights and gradients; has no effect where the CPU computes
+    host_memory: HostMemory = "auto"  # memory of weights and gradients; ignored where the CPU computes
     compile_units: bool = False
     host_budget: int | None = None  # host bytes, beyond which weights stay in their files, and state goes to the disk
     disk: str | None = None  # a folder for optimizer state, and then weights, that exceed the budget
@@ -66,17 +66,17 @@ class Options:
 
     @property
     def spills(self) -> bool:
-        """Whether a disk takes what exceeds the budget."""
+        """Whether ``disk`` takes state or weights that exceed the host budget."""
         return self.disk is not None
 
     @property
     def host_limit(self) -> float:
-        """Host bytes that the user's budget allows: without one, and with "0B" (as little as can be had), any."""
+        """Host bytes that a run may take; infinite without ``host_budget``, and with "0B", which spills all it can."""
         return self.host_budget or math.inf
 
     @property
     def offloads(self) -> bool:
-        """Whether activations wait on the host for backward."""
+        """Whether activations are moved to the host until backward."""
         return "offload" in self.activations
 
     def check_devices(self, count: int, machines: int = 1) -> None:
@@ -90,7 +90,7 @@ class Options:
 
     @classmethod
     def parse(cls, **given: Any) -> Options:
-        """Make options from values by name; an unknown name is refused like a wrong value."""
+        """Make options from values by name; raise OptionError for an unknown name or a wrong value."""
         names = [field.name for field in fields(cls)]
         for name in given:
             if name not in names:
@@ -116,7 +116,8 @@ class Options:
         self._normalise("compile_units", _truth("compile_units", self.compile_units))
 
     def _normalise(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # a frozen instance may change only while it is made
+        """Set a field of this frozen instance while it is made."""
+        object.__setattr__(self, name, value)
 
 
 def parse_bytes(text: str, argument: str = "a size") -> int:
@@ -130,7 +131,7 @@ def parse_bytes(text: str, argument: str = "a size") -> int:
 
 
 def format_bytes(nbytes: int, up: bool = False) -> str:
-    """Format bytes for a reader: "1.31 GiB"; rounded up if the text is to be enough for them, copied into an option."""
+    """Format bytes for a reader, as "1.31 GiB"; rounded ``up`` where a user would copy the text into an option."""
     if abs(nbytes) < 1024:
         return f"{nbytes} B"
     value, power = _rounded(nbytes / 1024, up), 1
@@ -141,11 +142,12 @@ def format_bytes(nbytes: int, up: bool = False) -> str:
 
 
 def _rounded(value: float, up: bool) -> float:
+    """Round to two decimals, upwards with ``up``."""
     return math.ceil(value * 100) / 100 if up else round(value, 2)
 
 
 def format_both(needed: int, there: int) -> tuple[str, str]:
-    """Format what is needed, rounded up, and what there is: in plain bytes if the two would look alike."""
+    """Format bytes needed, rounded up, and bytes available; as plain numbers if both would read the same."""
     texts = format_bytes(needed, up=True), format_bytes(there)
     return texts if needed == there or texts[0] != texts[1] else (f"{needed} B", f"{there} B")
 
@@ -162,6 +164,7 @@ def is_int(value: object) -> bool:
 
 
 def _count(argument: str, value: object) -> Count:
+    """Return an option's value as an int >= 1 or "auto"; raise OptionError for any other."""
     if value == "auto":
         return "auto"
     number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
@@ -171,6 +174,7 @@ def _count(argument: str, value: object) -> Count:
 
 
 def _resident(value: object) -> Count | Bytes:
+    """Return the value of ``resident`` as a number of units, as Bytes or as "auto"; raise OptionError for any other."""
     if isinstance(value, str) and value != "auto" and not (value.isascii() and value.isdigit()):
         return Bytes(parse_bytes(value, "resident"))
     if value == "auto":
@@ -182,13 +186,13 @@ def _resident(value: object) -> Count | Bytes:
 
 
 def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise OptionError unless a value is one of these."""
+    """Raise OptionError unless a value is one of the choices."""
     if value not in choices:
         raise OptionError(argument=argument, found=value, allowed="one of " + ", ".join(map(repr, choices)))
 
 
 def nbytes_or_none(argument: str, value: object, bound: Literal["> 0", ">= 0"]) -> int | None:
-    """Return the bytes that a user gave as an int or as text with a unit; None stays None."""
+    """Return an option's bytes, given as an int or as text with a unit, as an int; None stays None."""
     if value is None:
         return None
     nbytes = parse_bytes(value, argument) if isinstance(value, str) else value
@@ -199,6 +203,7 @@ def nbytes_or_none(argument: str, value: object, bound: Literal["> 0", ">= 0"]) 
 
 
 def _folder(argument: str, value: Any) -> str | None:
+    """Return an option's folder as an absolute path, or None; raise OptionError for any other value."""
     if value is None:
         return None
     folder = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -208,6 +213,7 @@ def _folder(argument: str, value: Any) -> str | None:
 
 
 def _units(value: Any) -> Literal["auto"] | tuple[str, ...] | UnitFinder:
+    """Return the value of ``units`` as "auto", class names or a callable; raise OptionError for any other."""
     if isinstance(value, str) and value == "auto":
         return "auto"
     # A class is callable too, but a call would build a module instead of finding some.
@@ -222,6 +228,7 @@ def _units(value: Any) -> Literal["auto"] | tuple[str, ...] | UnitFinder:
 
 
 def _truth(argument: str, value: object) -> bool:
+    """Return an option's value as a bool; raise OptionError unless it is one, or its name as text."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -230,7 +237,7 @@ def _truth(argument: str, value: object) -> bool:
 
 
 def check_writable(folder: str | Path, argument: str, found: str | Path | None = None) -> None:
-    """Raise an error that names the argument if no files can be written to a folder, or it cannot be made."""
+    """Raise OptionError, naming the argument, if a folder cannot be made or no file can be written to it."""
     there = Path(folder).absolute()
     while not there.exists():
         there = there.parent

@@ -19,7 +19,7 @@ OPTIONS = tuple(field.name for field in fields(Options))
 
 
 def add_options(parser: argparse.ArgumentParser, but: Collection[str] = ()) -> None:
-    """Add the strategy's options, but those that the command has itself."""
+    """Add the strategy's options to a parser, except those named in ``but``, which the command defines itself."""
     for field in fields(Options):
         if field.name not in but:
             alone: dict[str, Any] = {"nargs": "?", "const": "true"} if isinstance(field.default, bool) else {}
@@ -28,11 +28,11 @@ def add_options(parser: argparse.ArgumentParser, but: Collection[str] = ()) -> N
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of the named arguments that the command line has."""
+    """Return the named arguments that the command line set, by name."""
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def need(package: str, extra: str, feature: str) -> None:
-    """Raise an error that names the extra to install if a package is missing."""
+    """Raise MissingExtraError, which names the extra to install, if a package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise MissingExtraError(feature=feature, package=package, extra=extra)

@@ -22,7 +22,7 @@ from ..plan.model import refusing, rows_of, with_rows
 from .fit import FitCLI
 
 ALLOWED = "a config with which fit begins, or plan by --model"
-OF_COMMANDS = "ckpt_path", "weights_only", "return_predictions"  # themselves: they change no plan
+OF_COMMANDS = "ckpt_path", "weights_only", "return_predictions"  # of the commands alone: they change no plan
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +31,12 @@ class PlannedCLI(FitCLI):
     """LightningCLI that makes everything but the model, on the CPU."""
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        """Add arguments that configs of commands may have."""
+        """Accept arguments of fit, validate and predict that a config may have and a plan ignores."""
         for name in OF_COMMANDS:
             parser.add_argument(f"--{name}", type=Any, default=None)
 
     def instantiate_classes(self) -> None:
-        """Make data, callbacks and the Trainer, whose own strategy is none of ours: nothing streams."""
+        """Make data, callbacks and a Trainer with Lightning's own strategy, so that nothing streams; not the model."""
         strategy = self.config.trainer.strategy
         if self.given is None or getattr(strategy, "init_args", {}).get("tensor_parallel_size"):
             found, allowed = getattr(strategy, "class_path", strategy), "superpipeline, with whole layers, for a plan"
@@ -50,7 +50,7 @@ class PlannedCLI(FitCLI):
         self.trainer = self.instantiate_trainer(accelerator="cpu", devices=devices, logger=False)
 
     def make_module(self) -> Any:
-        """Make the Trainer's model."""
+        """Make the model that the config describes, and attach it to the Trainer."""
         self.model = self.parser.instantiate(self._of_model).model
         self.trainer.strategy.connect(self.model)
         self.model.trainer = self.trainer
@@ -58,7 +58,7 @@ class PlannedCLI(FitCLI):
 
 
 def find(words: Sequence[str]) -> dict[str, Any]:
-    """Find the run of ``fit`` with these arguments."""
+    """Return the run that ``fit`` would make of these arguments, as arguments of `sp_lightning.plan`."""
     cli = PlannedCLI(args=list(words), run=False, save_config_callback=None)
     trainer: Any = cli.trainer
     with refusing("the model of this config could not be made", ALLOWED), torch.device("meta"):
@@ -83,7 +83,7 @@ def find(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _devices_of(named: Any) -> Any:
-    """Return how many devices of each machine a config names; all of a machine, which only that knows, count as one."""
+    """Return how many devices a config takes on each machine; "auto" and -1 count as one, with a warning."""
     if isinstance(named, str) and "," in named:
         named = [number for number in named.split(",") if number.strip()]
     if isinstance(named, list):
@@ -117,7 +117,7 @@ def _first_batch(cli: Any, module: Any) -> Any:
 
 
 def _maker(cli: Any) -> Callable[[], Any]:
-    """Return the function that makes the module with its optimizers; its steps neither log nor change weights."""
+    """Return a function that makes the config's module with optimizers; steps change nothing, and nothing is logged."""
 
     def make() -> Any:
         module, strategy = cli.make_module(), cli.trainer.strategy
@@ -127,6 +127,7 @@ def _maker(cli: Any) -> Callable[[], Any]:
         own = module.configure_optimizers
 
         def configure() -> Any:
+            """Return the optimizers as the Trainer sets them up, with steps that run the closure alone."""
             module.configure_optimizers = own
             strategy.setup_optimizers(cli.trainer)
             for optimizer in strategy.optimizers:

@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def rows(facts: Facts) -> dict[str, str]:
-    """Describe the facts in a line each, by name."""
+    """Describe each fact about the machine in one line, by its name."""
     host, limit = facts.host, facts.lock_limit_nbytes
     pinned = "not used by this device" if facts.pinned_nbytes is None else format_bytes(facts.pinned_nbytes)
     found = {

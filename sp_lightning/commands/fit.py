@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import LightningCLI  # needs the extra
+from lightning.pytorch.cli import LightningCLI  # needs the extra "cli"
 from lightning.pytorch.strategies import StrategyRegistry
 
 from ..errors import OptionError, SuperpipelineError, did_you_mean
@@ -48,13 +48,13 @@ class FitCLI(LightningCLI):
             raise CommandLineError(" ".join(str(error).split())) from error
 
     def init_parser(self, **options: Any) -> Any:
-        """Make a parser that raises its errors."""
+        """Make a parser that raises errors instead of exiting, and append it to ``made``."""
         parser = super().init_parser(**{**options, "exit_on_error": False})
         self.made.append(parser)
         return parser
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse the arguments."""
+        """Parse the arguments; raise CommandLineError, one line long, for wrong ones."""
         try:
             self.config = parser.parse_args(args)
         except argparse.ArgumentError as error:
@@ -80,7 +80,7 @@ class FitCLI(LightningCLI):
             check_writable(folder, "trainer.default_root_dir")
 
     def instantiate_trainer(self, **options: Any) -> Any:
-        """Make the Trainer; an error about its arguments is one of the command line."""
+        """Make the Trainer; raise CommandLineError for an argument that it refuses."""
         try:
             return super().instantiate_trainer(**options)
         except SuperpipelineError:
@@ -90,7 +90,7 @@ class FitCLI(LightningCLI):
 
 
 def in_one_line(message: str, known: Iterable[str]) -> str:
-    """Say in a line what jsonargparse found wrong, and which of the known arguments, or values, was meant."""
+    """Shorten jsonargparse's error message to one line, and name the known argument or value that was likely meant."""
     key = ".".join(dict.fromkeys(_KEY.findall(message)))
     if unknown := _UNKNOWN.search(message):
         name = f"{key}.{unknown[1] or unknown[2]}".lstrip(".")

@@ -14,7 +14,7 @@ from ..errors import OptionError, SuperpipelineError
 from . import OPTIONS, add_options, given
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
-NOT_THE_USERS = PACKAGE, sys.prefix, sys.base_prefix, "<"  # beginnings of the paths of code
+NOT_THE_USERS = PACKAGE, sys.prefix, sys.base_prefix, "<"  # beginnings of paths of code that is not the user's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run what stands after ``--`` while models stream; return its exit status."""
+    """Run the script or module after ``--`` while its models stream; return its exit status."""
     from ..hf import streaming
 
     is_module = args.script[:1] == ["-m"]
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     context = streaming(only_if_needed=args.only_if_needed, **given(args, OPTIONS))
     before = sys.argv, list(sys.path)
     sys.argv = script
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script[0]))  # as Python has it
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script[0]))  # as Python itself sets it
     try:
         if is_module and importlib.util.find_spec(script[0].partition(".")[0]) is None:
             raise OptionError(argument="the module", found=script[0], allowed="one that Python can import")
@@ -54,10 +54,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _failed(error: SuperpipelineError) -> int:
-    """Write an error, which says what to do, in a line with the place where the user's code met it."""
+    """Print an error in one line, with the last line of the user's code that led to it; return exit status 1.
+
+    An error without any of the user's code is raised again.
+    """
     places = traceback.extract_tb(error.__traceback__)
     own = [place for place in places if not place.filename.startswith(NOT_THE_USERS)]
     if not own:
-        raise error  # of this command
+        raise error  # it is about this command's own arguments
     sys.stderr.write(f"python -m sp_lightning: {own[-1].filename}:{own[-1].lineno}: {' '.join(str(error).split())}\n")
     return 1

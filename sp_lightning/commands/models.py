@@ -16,7 +16,7 @@ ALLOWED = f"a config.json of transformers or its directory, a name on the hub, o
 
 
 def find(text: str | None, rows: int, tokens: int | None, adapters: int | None) -> dict[str, Any]:
-    """Return a model, a batch of as many rows for it, and its name, as arguments of `sp_lightning.plan`."""
+    """Return the model that ``--model`` names, a batch of so many rows, and its name, as arguments of `plan`."""
     if text is None:
         raise OptionError(argument="model", found=text, allowed=f"given, unless --config is: {ALLOWED}")
     need("transformers", "models", "a plan of a model")
@@ -34,7 +34,7 @@ def find(text: str | None, rows: int, tokens: int | None, adapters: int | None) 
 
 
 def _of_transformers(text: str) -> tuple[Any, Any]:
-    """Return the class and the configuration of a model that is a file's, a directory's or the hub's."""
+    """Return a model's class and configuration by a config.json, its directory, or a name on the hub."""
     is_missing = not os.path.exists(text) and ("/" not in text or text.endswith(".json"))
     if is_missing or (os.path.isdir(text) and not os.path.exists(os.path.join(text, "config.json"))):
         why = "no such file" if is_missing else "it has no config.json"
@@ -51,10 +51,10 @@ def _of_transformers(text: str) -> tuple[Any, Any]:
 
 
 def _config(text: str) -> Any:
-    """Read a config from a file, a directory, the hub's cache, or else the hub."""
+    """Read a model's configuration from a file, a directory, the hub's cache, or else the hub."""
     from transformers import AutoConfig
 
-    from ..hf.hub import why_not_there  # which imports all that a run needs
+    from ..hf.hub import why_not_there  # imported late, since the package imports all that a run needs
 
     reason = why_not_there(text)
     if not reason:

@@ -13,7 +13,7 @@ from . import OPTIONS, add_options, given, need
 
 
 def count(text: str) -> int:
-    """Parse a number of things, at least one."""
+    """Parse an argument that must be an int >= 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an int >= 1, got {text}")
     return int(text)
@@ -52,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the plan; return 1 if the run does not fit."""
+    """Print the plan of a run; return 1 if the run does not fit."""
     if args.machine == "list":
         _list_machines()
         return 0
-    logging.getLogger("torch").setLevel(logging.CRITICAL)  # what a change raises is told of, or left out
-    gc.freeze()  # to look for cycles among all that was imported takes a fifth of a plan's time
+    logging.getLogger("torch").setLevel(logging.CRITICAL)  # a change that cannot run is left out of the plan
+    gc.freeze()  # garbage collection of all imported objects would take a fifth of a plan's time
     run = given(args, [*OF_RUN, "clip", *(name for name in OPTIONS if name not in OF_MACHINE)])
     run = _of_config(args, run) if args.config else _of_model(**run)
     from ..observe.progress import working
@@ -82,7 +82,7 @@ def _list_machines() -> None:
 
 
 def _of_config(args: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]:
-    """Return the run that fit would make with the configs and the arguments that are fit's."""
+    """Return the run that fit would make of ``--config`` and of fit's arguments, as arguments of `plan`."""
     for name, found in run.items():
         allowed = "left out beside --config: arguments of fit say it (--trainer.precision, --data.batch_size ...)"
         raise OptionError(argument=name, found=found, allowed=allowed)
@@ -95,7 +95,7 @@ def _of_config(args: argparse.Namespace, run: dict[str, Any]) -> dict[str, Any]:
 def _of_model(
     model: str | None = None, batch: int = 1, seq: int | None = None, adapters: int | None = None, **run: Any
 ) -> dict[str, Any]:
-    """Return the run that plan's own arguments describe."""
+    """Return the run that plan's own arguments describe, as arguments of `plan`."""
     from .models import find
 
     return {"precision": "bf16-true" if adapters else "bf16-mixed", **find(model, batch, seq, adapters), **run}

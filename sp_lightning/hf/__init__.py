@@ -18,7 +18,7 @@ __all__ = ["enable", "streaming"]
 
 
 def streaming(only_if_needed: bool = False, **options: Any) -> Streaming:
-    """Return a context in which all models stream that code moves to the device, or prepares with accelerate.
+    """Return a context in which every model streams that code moves to the device or prepares with accelerate.
 
     Args:
         only_if_needed: Leave a model to stock code if it fits on the device with gradients, the optimizer's state and
@@ -38,5 +38,5 @@ def streaming(only_if_needed: bool = False, **options: Any) -> Streaming:
 
 
 def enable(**options: Any) -> Streaming:
-    """Stream all models from here on, as ``streaming`` does in its context, until ``close()`` of what is returned."""
+    """Stream models from here on as in the context of ``streaming``, until ``close()`` of the returned object."""
     return streaming(**options).__enter__()

@@ -41,24 +41,24 @@ from ..stream.parameters import unit_of
 from ..stream.preparation import check_values
 
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's names of mixed precision
-PARAMETERS = {  # of accelerate's methods, that the context relies on
+PARAMETERS = {  # names of parameters, by the method of accelerate that the context replaces
     "prepare_model": ["model", "device_placement", "evaluation_mode"],
     "prepare_optimizer": ["optimizer", "device_placement"],
     "no_sync": ["model"],
 }
 STATE_NBYTES = 8  # for a weight that trains: AdamW's, in FP32
-SHARE = 0.5  # of the device's memory, for weights, gradients and state; the rest is for activations
+SHARE = 0.5  # share of the device's memory for weights, gradients and state; the rest is for activations
 
 log = logging.getLogger(__name__)
 open_contexts: list[Any] = []  # at most one
 
 
 class Streaming:
-    """Contexts: what streams in a script, and the methods that are replaced meanwhile."""
+    """A context that streams a script's models, and replaces methods of torch and accelerate meanwhile."""
 
     def __init__(self, options: Options, only_if_needed: bool = False, **waits: timedelta) -> None:
         self.options, self._only_if_needed, self._waits = options, only_if_needed, waits
-        self.handles: list[Handle] = []  # of the models that stream, in the order in which they began
+        self.handles: list[Handle] = []  # handles of the models that stream, in the order in which they began
         self._left: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # to stock code; bytes
         self._shown: set[type] = set()  # classes that say where their models run
         self._undo = contextlib.ExitStack()
@@ -86,7 +86,7 @@ class Streaming:
         self.close()
 
     def close(self) -> None:
-        """Make all models plain again, on the host, and undo all patches. Safe twice."""
+        """Make all models plain again, on the host, and put all replaced methods back. Safe twice."""
         if self in open_contexts:
             open_contexts.remove(self)
         with self._undo:
@@ -97,7 +97,10 @@ class Streaming:
     # ---- what is replaced
 
     def _replace(self, holder: Any, name: str, by: Callable[..., Any]) -> None:
-        """Call ``by`` with the method that it stands for, until the end; also where a patch is over it by then."""
+        """Replace a method until the context closes: ``by`` is called with the original, and the arguments.
+
+        If other code has replaced it since, that stays, and reaches the original once the context is closed.
+        """
         original = vars(holder)[name]
 
         @functools.wraps(original)
@@ -107,6 +110,7 @@ class Streaming:
         self._put(holder, name, method)
 
     def _put(self, holder: Any, name: str, value: Any) -> None:
+        """Set an attribute of a class until the context closes, unless other code has set it by then."""
         original = vars(holder)[name]
 
         def put_back() -> None:
@@ -119,7 +123,7 @@ class Streaming:
     def _prepare_model(
         self, prepare: Any, accelerator: Any, model: Any, device_placement: Any = None, evaluation_mode: bool = False
     ) -> Any:
-        """Have accelerate do its part, autocast and compilation, but move nothing."""
+        """Stand in for Accelerator.prepare_model: stream the model, and add accelerate's autocast and compilation."""
         if device_placement is False or not accelerator.device_placement:
             return prepare(accelerator, model, device_placement, evaluation_mode)
         if not accelerator.distributed_type.name.startswith(("NO", "MULTI_")):
@@ -134,16 +138,18 @@ class Streaming:
             return prepare(accelerator, model, device_placement, evaluation_mode)
         self.take(module, accelerator.device, accelerator.use_distributed and trains)
         for handle in filter(_is_shared, self._handles_of(module.parameters())):
-            _follow(accelerator.ddp_handler, handle)
-        return prepare(accelerator, model, device_placement=False, evaluation_mode=True)  # and without DDP
+            _apply_ddp_settings(accelerator.ddp_handler, handle)
+        return prepare(accelerator, model, device_placement=False, evaluation_mode=True)  # evaluation mode adds no DDP
 
     def _no_sync(self, no_sync: Any, accelerator: Any, model: Any) -> Iterator[None]:
+        """Stand in for Accelerator.no_sync: also pause the exchange of gradients of a streamed model."""
         with contextlib.ExitStack() as stack:
             for handle in self._handles_of(model.parameters()):
                 stack.enter_context(handle.no_sync())
             yield stack.enter_context(no_sync(accelerator, model))
 
     def _wrap(self, wrap: Any, wrapper: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Stand in for the constructor of DDP: raise for a module that streams."""
         if self._handles_of(module.parameters()):
             raise UnsupportedError(
                 f"{type(module).__name__} streams, and DDP around it would not exchange gradients: pass the model to "
@@ -152,24 +158,25 @@ class Streaming:
         wrap(wrapper, module, *args, **kwargs)
 
     def _prepare_optimizer(self, prepare: Any, accelerator: Any, optimizer: Any, device_placement: Any = None) -> Any:
-        """Leave the state of an optimizer to the handles that step its weights."""
+        """Stand in for Accelerator.prepare_optimizer: leave state to the handles that step the optimizer's weights."""
         handles = self._handles_of(param for group in optimizer.param_groups for param in group["params"])
-        for handle in handles if "state" in vars(optimizer) else ():  # a wrapper shows that of the optimizer inside
+        for handle in handles if "state" in vars(optimizer) else ():  # a wrapper has none of its own
             handle.announce(optimizer)
         return prepare(accelerator, optimizer, False if handles else device_placement)
 
     def _to(self, to: Any, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Stand in for nn.Module.to: stream a model instead of moving it, and convert its type as ever."""
         device, dtype, _, memory_format = parse_to(*args, **kwargs)
         parameters = list(module.parameters())
         streams = any(unit_of(parameter) is not None for parameter in parameters)
         is_here = device is None or device.type in ("meta", "cpu")
-        if leaves := sum(isinstance(parameter, Leaf) for parameter in parameters):  # in a call, where it is in place
+        if leaves := sum(isinstance(parameter, Leaf) for parameter in parameters):  # in a call: they are on the device
             is_there = dtype is None and leaves == len(parameters)
             return module if is_there else to(module, *args, **kwargs)
         if not streams and (is_here or not _is_model(module) or self._is_left(module, device)):
             return to(module, *args, **kwargs)  # type: ignore[no-any-return]
         if streams and device is not None and device.type == "meta":
-            self._end(self._handles_of(parameters))
+            self._close_handles(self._handles_of(parameters))
             return to(module, *args, **kwargs)  # type: ignore[no-any-return]
         if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
             self._convert(to, module, dtype)
@@ -180,22 +187,23 @@ class Streaming:
         return module
 
     def _convert(self, to: Any, module: nn.Module, dtype: torch.dtype) -> None:
-        """Convert a module's type, while none of it streams."""
-        ended = self._end(self._handles_of(module.parameters()))
+        """Convert a module to another type: its handles are closed for that, and it streams again."""
+        ended = self._close_handles(self._handles_of(module.parameters()))
         to(module, dtype)
         for handle in ended:
             self.take(handle.module, handle.device.torch_device, _is_shared(handle))
 
     def _cuda(self, cuda: Any, module: nn.Module, device: Any = None) -> nn.Module:
+        """Stand in for nn.Module.cuda: call the module's ``to``."""
         where = "cuda" if device is None else device
         return module.to(torch.device("cuda", where) if isinstance(where, int) else torch.device(where))
 
     # ---- models
 
     def take(self, module: nn.Module, device: torch.device, shares: bool = False) -> None:
-        """Begin to stream a module, unless it streams, and move what else it has, as moving it would.
+        """Stream a module, unless it streams already, and move its other tensors to the device.
 
-        With ``shares`` all processes come here, and stream one copy.
+        Collective with ``shares``: all processes stream one copy.
         """
         around, parts = self._handles_of(module.parameters()), set(module.modules())
         outside = [handle for handle in around if handle.module not in parts]
@@ -203,14 +211,15 @@ class Streaming:
         streams = all(unit_of(parameter) is not None for parameter in module.parameters())
         stays = streams and shared == around if shares else streams or shared or outside
         if not stays:
-            self._end(around)
-            self._begin(module, device, shares)
+            self._close_handles(around)
+            self._open_handle(module, device, shares)
             for handle in outside:
-                self.take(handle.module, device)  # its other parts
+                self.take(handle.module, device)  # its other parts stream again
         found = self._handles_of(module.parameters())
         self._move_rest(module, found[0].device.torch_device if found else device)
 
-    def _begin(self, module: nn.Module, device: torch.device, shares: bool) -> None:
+    def _open_handle(self, module: nn.Module, device: torch.device, shares: bool) -> None:
+        """Create the handle that streams a module. Collective with ``shares``."""
         close_dropped(self.handles)
         world: Any = dist.group.WORLD
         team = Peers(world, **self._waits) if shares else Alone()
@@ -228,7 +237,8 @@ class Streaming:
         if not handle.device.is_host:
             self._show_device(module)
 
-    def _end(self, handles: list[Handle]) -> list[Handle]:
+    def _close_handles(self, handles: list[Handle]) -> list[Handle]:
+        """Close handles, and move their modules' other parts to the host; return the handles."""
         for handle in handles:
             self.handles.remove(handle)
             handle.close()
@@ -236,18 +246,19 @@ class Streaming:
         return handles
 
     def _end_parts(self, module: nn.Module) -> None:
-        """Leave to a model the parts that it got since it streams, and that stream by themselves."""
+        """Close the handles of parts that were added to a model that streams, so that its own handle takes them."""
         check_values(module)
         parts = {part for part in module.modules() if part is not module}
-        for handle in self._end([handle for handle in self.handles if handle.module in parts]):
+        for handle in self._close_handles([handle for handle in self.handles if handle.module in parts]):
             _move_parts(handle.module, handle.device.torch_device)
 
     def _handles_of(self, parameters: Iterable[nn.Parameter]) -> list[Handle]:
+        """Return the handles that stream any of these parameters."""
         units = {unit_of(parameter) for parameter in parameters}
         return [handle for handle in self.handles if not units.isdisjoint(handle.units)]
 
     def _move_rest(self, module: nn.Module, device: torch.device) -> None:
-        """Move what does not stream: buffers, parts without weights, and weights beside a model that streams."""
+        """Move a module's tensors that do not stream: buffers, parts without weights, other parameters."""
         _move_parts(module, device)
         for part in module.modules():
             for parameter in part._parameters.values():
@@ -258,7 +269,7 @@ class Streaming:
                     part._buffers[name] = buffer.to(device)
 
     def _show_device(self, module: nn.Module) -> None:
-        """Have the classes of a model's parts say where it runs: other code moves inputs and teachers there."""
+        """Make ``device`` of a model's classes return where it streams to, since code moves inputs there."""
         for kind in {kind for part in module.modules() for kind in type(part).__mro__}:
             shown = vars(kind).get("device")
             if isinstance(shown, property) and kind not in self._shown:
@@ -268,7 +279,7 @@ class Streaming:
     # ---- models that fit
 
     def _is_left(self, module: nn.Module, device: torch.device | None, trains: bool = True) -> bool:
-        """Whether a model is left to stock code; say once in the log what was decided."""
+        """Whether a model is left to stock code, since it fits and ``only_if_needed`` is set; log the decision once."""
         if device is None or module in self._left or self._handles_of(module.parameters()):
             return module in self._left
         needed = sum(_needed(parameter, trains) for parameter in module.parameters())
@@ -288,7 +299,7 @@ class Streaming:
 
 
 def _accelerator() -> Any:
-    """Return accelerate's class; raise an error if it is not installed, or is a version with other names."""
+    """Return the class accelerate.Accelerator; raise if accelerate is missing, or its methods have other parameters."""
     try:
         accelerate = importlib.import_module("accelerate")
     except ModuleNotFoundError as error:
@@ -308,7 +319,7 @@ def _accelerator() -> Any:
 
 
 def _check(module: nn.Module) -> None:
-    """Raise an error for what does not stream."""
+    """Raise an error for a model that cannot stream: it lacks values, is dispatched already, or is tensor-parallel."""
     name = type(module).__name__
     check_values(module)
     for key, part in module.named_modules():
@@ -325,14 +336,14 @@ def _check(module: nn.Module) -> None:
 
 
 def _move_parts(module: nn.Module, device: torch.device) -> None:
-    """Move a module's parts without weights: metrics have tensors that are no buffers."""
+    """Move the parts of a module that have no parameters, such as metrics, by their own ``to``."""
     for part in module.modules():
         if next(part.parameters(), None) is None:
             part.to(device)
 
 
 def _to_host(module: nn.Module) -> None:
-    """Move what is on the device to the host, as heads that were made where ``model.device`` says, and nothing else."""
+    """Move submodules with tensors on the device to the host, such as a head that was made there, and no others."""
     own = (*module._parameters.values(), *module._buffers.values())
     if any(one is not None and one.device.type != "cpu" for one in own):
         module.to("cpu")
@@ -342,29 +353,29 @@ def _to_host(module: nn.Module) -> None:
 
 
 def _needed(parameter: nn.Parameter, trains: bool) -> int:
-    """Return the bytes of a weight, and of its gradient and state if it trains with its model."""
+    """Return the bytes of a weight and, if it trains with its model, of its gradient and optimizer state."""
     size: int = parameter.nbytes
     return 2 * size + STATE_NBYTES * parameter.numel() if trains and parameter.requires_grad else size
 
 
 def _is_shared(handle: Handle) -> bool:
-    """Whether several processes stream one copy."""
+    """Whether several processes stream one copy of a handle's module."""
     return isinstance(handle.team, Peers)
 
 
-def _follow(asked: Any, handle: Handle) -> None:
-    """Do what a script asked of DDP; None: nothing."""
+def _apply_ddp_settings(asked: Any, handle: Handle) -> None:
+    """Apply what a script set of DDP to a handle (None: nothing was set); raise for a communication hook."""
     handle.team.follows_buffers = asked is None or asked.broadcast_buffers
     if asked is not None and asked.comm_hook.name != "NO":
         raise UnsupportedError(f"a model that streams has no DDP for comm_hook={asked.comm_hook}: leave it out")
 
 
 def _device_of(original: Any, module: nn.Module) -> Any:
-    """Return where a model runs if it streams, or else what it says itself."""
+    """Return the device on which a streamed model runs, or else the value of its own property."""
     unit = unit_of(next(module.parameters(), None))
     return original(module) if unit is None else unit.device.torch_device
 
 
 def _is_model(module: nn.Module) -> bool:
-    """Whether several modules have parameters of their own."""
+    """Whether a module counts as a model: several of its submodules own parameters."""
     return sum(any(p is not None for p in part._parameters.values()) for part in module.modules()) > 1

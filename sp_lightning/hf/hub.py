@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 PATIENCE_S = 3.0
-OF_CHECKPOINTS = "config.json", "model_index.json", "adapter_config.json"  # one of them: a model, a pipeline, adapters
+OF_CHECKPOINTS = "config.json", "model_index.json", "adapter_config.json"  # of a model, a pipeline, adapters
 
 
 @functools.cache
 def why_unreachable() -> str:
-    """Say why the hub cannot be reached, at once; empty if it may be, as behind a proxy, which is not tried."""
+    """Return why the hub cannot be reached, within seconds, or "" if it may be; a proxy is not tried."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -33,7 +33,7 @@ def why_unreachable() -> str:
 
 
 def why_not_there(name: str) -> str:
-    """Say why a checkpoint of the hub cannot be read: not in the cache, and no network; empty if it may be."""
+    """Return why a checkpoint cannot be read, neither from the cache nor from the hub, or "" if it may be."""
     from transformers.utils.hub import cached_file
 
     if os.path.exists(Path(name).expanduser()):

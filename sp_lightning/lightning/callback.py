@@ -102,10 +102,10 @@ class SuperpipelineCallback(Callback):
         self.log_metrics = log_metrics
         self._report: RunReport | None = None
         self._before: dict[str, int] = {}
-        self._drawn: list[RecordedStep] = []  # the steps of the timeline
+        self._drawn: list[RecordedStep] = []  # the steps for the timeline, so far
         self._written = False
-        self._chosen: dict[str, int] = {}  # by "auto", in the run being resumed
-        self._handle: Handle | None = None  # of the latest fit
+        self._chosen: dict[str, int] = {}  # sizes that "auto" chose in the run being resumed
+        self._handle: Handle | None = None  # the handle of the latest fit
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the handle and the report out of a copy; keep the sizes that "auto" chose, as a checkpoint does."""
@@ -114,7 +114,7 @@ class SuperpipelineCallback(Callback):
     # ---- hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse another strategy, and a timeline directory to which nothing could be written after training."""
+        """Raise for another strategy, and for a timeline directory to which nothing could be written after training."""
         self._handle = None  # the previous one occupies as much host memory as the next one will
         if not _streams(trainer):
             raise UnsupportedError(
@@ -131,7 +131,7 @@ class SuperpipelineCallback(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to record if the record has a reader, and with the sizes of the plan or of the run being resumed."""
+        """Start recording if anything will read the record; set window sizes from a resumed run or a plan."""
         self._handle = _handle(trainer)
         if self._chosen:
             self._handle.resume(self._chosen)
@@ -143,8 +143,8 @@ class SuperpipelineCallback(Callback):
         strategy: Any = trainer.strategy
         if self._handle.units and strategy.broadcast(wanted):  # all ranks record if the first one does
             drawn = self.timeline_steps if self.timeline is not None else ()
-            also = {*drawn, *(step - 1 for step in drawn)}  # whose deferred step may run on into it
-            self._report = RunReport(self._handle, self.plan, max(1, self._rhythm(trainer) // KEPT), also)
+            also = {*drawn, *(step - 1 for step in drawn)}  # a deferred step may run on into the next
+            self._report = RunReport(self._handle, self.plan, max(1, self._log_interval(trainer) // KEPT), also)
         if bar is not None and self._report is not None:
             bar.get_metrics = _BarMetrics(bar, self._report)
             rank_zero_info(_table(self._report.table()))
@@ -158,18 +158,18 @@ class SuperpipelineCallback(Callback):
         self._chosen = state_dict
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Read the counters before the step."""
-        self._before = _moved(trainer) if self._loggers(trainer) else {}
+        """Note the counters of transfers before the step."""
+        self._before = _transfer_counts(trainer) if self._loggers(trainer) else {}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Give loggers what the step added to the counters, and the figures of the steps before."""
+        """Log what the step added to the counters, and the figures of the steps before."""
         if self._report is not None:
             self._keep(self._report.update(), pl_module)
         if not self._before or not self._is_due(trainer):
             return
-        values = {name: float(count - self._before[name]) for name, count in _moved(trainer).items()}
+        values = {name: float(count - self._before[name]) for name, count in _transfer_counts(trainer).items()}
         if self._report is not None:
             values |= self._report.figures()
             values |= _per_second(batch, values["step_ms"] / 1e3) if "step_ms" in values else {}
@@ -191,37 +191,42 @@ class SuperpipelineCallback(Callback):
             strategy.withhold_checkpoint_callbacks()
         with contextlib.suppress(Exception):  # must not hide the exception that is being raised
             self._finish(trainer, pl_module)
-        self._leave(trainer)  # Lightning does not call teardown after an exception
+        self._restore_bar(trainer)  # Lightning does not call teardown after an exception
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the progress bar."""
-        self._leave(trainer)
+        self._restore_bar(trainer)
 
     # ---- details
 
-    def _leave(self, trainer: Trainer) -> None:
+    def _restore_bar(self, trainer: Trainer) -> None:
+        """Drop the report, and give the progress bar its own ``get_metrics`` back."""
         self._report = None
         self._before = {}
         if trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.__dict__.pop("get_metrics", None)
 
     def _bar(self, trainer: Trainer) -> Any:
+        """Return the Trainer's progress bar if this callback may show values in it, else None."""
         bar = trainer.progress_bar_callback
         return bar if self.progress and bar is not None and not getattr(bar, "is_disabled", False) else None
 
     def _loggers(self, trainer: Trainer) -> Sequence[Logger]:
+        """Return the loggers that get values: none without ``log_metrics``."""
         return trainer.loggers if self.log_metrics else ()
 
-    def _rhythm(self, trainer: Any) -> int:
+    def _log_interval(self, trainer: Any) -> int:
+        """Return how many steps apart loggers get values."""
         return self.log_every_n_steps or int(trainer.log_every_n_steps)
 
     def _is_due(self, trainer: Trainer) -> bool:
+        """Whether loggers get values at this step."""
         if self.log_every_n_steps is None:
             return should_log(trainer)
         return bool((steps_taken(trainer) + 1) % self.log_every_n_steps == 0)
 
     def _keep(self, steps: Sequence[RecordedStep], pl_module: LightningModule) -> None:
-        """Collect the steps of the timeline, and write it when all of them were recorded."""
+        """Collect the recorded steps that the timeline shows, and write it when all of them are there."""
         if self.timeline is None or self._written:
             return
         self._drawn += [step for step in steps if step.number in self.timeline_steps]
@@ -229,6 +234,7 @@ class SuperpipelineCallback(Callback):
             self._write(self.timeline, self._drawn, pl_module)
 
     def _write(self, directory: Path, steps: Sequence[RecordedStep], pl_module: LightningModule) -> None:
+        """Write the timeline, of each rank but the first in a folder of its own; warn if it cannot be written."""
         assert self._report is not None and self._handle is not None
         self._written = True
         if rank := self._handle.rank:
@@ -240,6 +246,7 @@ class SuperpipelineCallback(Callback):
             log.warning("superpipeline: could not write all of the timeline to %s: %s", directory, error)
 
     def _finish(self, trainer: Trainer, pl_module: LightningModule, with_ranks: bool = False) -> None:
+        """Stop recording, print the report, and write the timeline unless it is written. Collective ``with_ranks``."""
         report = self._report
         if report is None:
             return
@@ -258,6 +265,7 @@ class SuperpipelineCallback(Callback):
 
 
 def _check_directory(path: Path) -> None:
+    """Raise OptionError if the timeline's directory cannot be made or written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -288,6 +296,7 @@ class _BarMetrics:
 
 
 def _table(rows: Mapping[str, str]) -> str:
+    """Format rows as a table of names and values."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -301,7 +310,7 @@ def _table(rows: Mapping[str, str]) -> str:
 
 
 def _per_second(batch: Any, step_s: float) -> dict[str, float]:
-    """Return samples per second, and tokens per second if the batch shows its tokens."""
+    """Return samples per second and, if a batch shows its tokens, tokens per second."""
     first = next(_tensors(batch), None)
     if first is None or not first.dim():
         return {}
@@ -312,6 +321,7 @@ def _per_second(batch: Any, step_s: float) -> dict[str, float]:
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a batch: nested mappings, tuples and lists."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, (Mapping, tuple, list)):
@@ -319,16 +329,19 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _moved(trainer: Trainer) -> dict[str, int]:
+def _transfer_counts(trainer: Trainer) -> dict[str, int]:
+    """Return how often units were copied to the device so far, and the bytes copied each way."""
     stats = _handle(trainer).stats()
     return {"fetches": stats["fetches"], "bytes_up": stats["bytes_up"], "bytes_down": stats["bytes_down"]}
 
 
 def _streams(trainer: Trainer) -> bool:
+    """Whether the Trainer uses this package's strategy."""
     return hasattr(trainer.strategy, "withhold_checkpoint_callbacks")
 
 
 def _handle(trainer: Trainer) -> Handle:
+    """Return the handle of the Trainer's strategy."""
     handle = trainer.strategy.handle  # type: ignore[attr-defined]
     assert handle is not None
     return handle  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from .names import FabricHalfPrecision, HalfPrecision, update_properties
 
 
 def half_dtype(precision: Any) -> torch.dtype:
-    """Return the type in which the device computes, with master weights."""
+    """Return the half-precision type in which the device computes; raise OptionError for other precision plugins."""
     if not isinstance(precision, (HalfPrecision, FabricHalfPrecision)):
         raise OptionError(
             argument="precision",
@@ -42,7 +42,7 @@ class MasterWeights(FabricHalfPrecision):
 
     @classmethod
     def of(cls, precision: Any) -> MasterWeights:
-        """Make a plugin for the type of another one, which must be of half precision."""
+        """Make this plugin for the type of another one; raise OptionError unless that is of half precision."""
         half_dtype(precision)
         return cls(precision.precision)
 
@@ -56,5 +56,5 @@ class MasterWeights(FabricHalfPrecision):
         return convert(module, self.half)
 
     def module_init_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Create weights in FP32."""
+        """Return a context in which weights are created in FP32."""
         return contextlib.nullcontext()

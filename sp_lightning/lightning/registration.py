@@ -26,7 +26,7 @@ REGISTRIES = {  # by the package that is imported: the modules with its registri
 
 
 def register(package: str) -> None:
-    """Register the strategies of Trainer and Fabric with this package, which it imports; once is enough."""
+    """Register "superpipeline" with the Trainer and Fabric of this package, which is imported for that. Safe twice."""
     trainer, fabric, ours = REGISTRIES[package]
     for module, registry, made in (
         (trainer, "StrategyRegistry", (f"{ours}.strategy", "SuperpipelineStrategy")),
@@ -38,11 +38,12 @@ def register(package: str) -> None:
 
 
 def _make(module: str, name: str, **options: Any) -> Any:
+    """Import a module, and create the strategy of this name with the options."""
     return getattr(importlib.import_module(module), name)(**options)
 
 
 def register_when_imported() -> None:
-    """Register with each package that is imported, now or as soon as it is."""
+    """Register with each package of Lightning: now if it is imported already, else after its import."""
     for package in REGISTRIES:
         if package in sys.modules:
             register(package)
@@ -51,7 +52,7 @@ def register_when_imported() -> None:
 
 
 class AfterImport(MetaPathFinder):
-    """Find a package as the other finders do, and have it registered with once its code has run."""
+    """An import finder: it leaves finding to the others, and registers with a package once its code has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -68,5 +69,6 @@ class AfterImport(MetaPathFinder):
 
 
 def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Run a package's code, then register the strategies with it."""
     execute(module)
     register(module.__name__)

@@ -20,7 +20,8 @@ def why_gradients_must_be_final(strategy: Strategy, module: LightningModule, opt
     """Say which hook or setting needs final gradients before the optimizer steps, or return None.
 
     A hook between backward and the step may read or change gradients: if there is one, no unit is stepped while
-    backward runs. Nor is it where SLURM may requeue the job: Lightning's signal handler saves a checkpoint at any time.
+    backward runs. The same holds where SLURM may requeue the job: Lightning's signal handler saves a checkpoint at any
+    time.
     """
     plugin, environment = strategy.precision_plugin, getattr(strategy, "cluster_environment", None)
     if not module.trainer.callbacks:  # type: ignore[attr-defined]  # the strategy adds one, which Lightning's tuner takes out

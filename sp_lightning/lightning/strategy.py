@@ -1,4 +1,4 @@
-"""The Lightning strategy: options, a handle, and what it is told of Lightning's steps."""
+"""The Lightning strategy: it parses options, makes a handle, and tells the handle of Lightning's steps."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
         transfer: int | Literal["auto"] = "auto",
         resident: str | int = "auto",
         units: str | list[str] | Callable[[nn.Module], Any] = "auto",
-        memory_budget: str | int | None = None,  # of a command line as it was typed, which has a unit
+        memory_budget: str | int | None = None,  # a text has a unit, as on a command line
         activations: Literal["keep", "recompute", "offload", "recompute+offload"] = "keep",
         optimizer_overlap: bool = True,
         optimizer_device: Literal["host", "device"] = "host",
@@ -174,7 +174,7 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
             host_budget=host_budget,
             disk=disk,
         )
-        self.handle: Any = None  # of the latest run; closed when that run ended
+        self.handle: Any = None  # the handle of the latest run, at whose end it is closed
         self._device_given = device is not None
         self._averages: list[Any] = []  # callbacks whose averages we keep on the host
         self._callback = None  # added to runs without a callback of the user's
@@ -188,7 +188,7 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
     # ---- setup and teardown
 
     def setup_environment(self) -> None:
-        """Prepare the callbacks. Lightning calls this first in a run; the callbacks' own setup comes next."""
+        """Set up ranks and callbacks. Lightning calls this first in a run, before the callbacks' own setup."""
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
@@ -236,7 +236,7 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
                 self._warn_of_copy(type(callback).__name__)
 
     def _warn_of_copy(self, of: str) -> None:
-        """Warn that a callback copies weights into memory that a budget does not count."""
+        """Warn, if weights may be in files, that a callback copies all of them into host memory."""
         assert self.lightning_module is not None
         if self.options.uses_files:
             log.warning(
@@ -268,23 +268,23 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
         return masters.convert(module, masters.half_dtype(self.precision_plugin))
 
     def model_to_device(self) -> None:
-        """Begin to stream the parameters; move buffers, and what parts take along, such as metrics, to the device."""
+        """Start to stream the parameters; move buffers, and other tensors such as metrics' states, to the device."""
         module = self.lightning_module
         assert module is not None
         self.handle = None  # before the next one is made: the previous one occupies as much host memory
-        if module.trainer.state.fn == TrainerFn.FITTING and self.optimizers:  # of an earlier run
+        if module.trainer.state.fn == TrainerFn.FITTING and self.optimizers:  # optimizers of an earlier run
             self.optimizers, self.lr_scheduler_configs = [], []
-            gc.collect()  # schedulers are in cycles with them
+            gc.collect()  # schedulers and optimizers refer to each other
         self._axes.check_module(module)
         move_others(module, self.root_device)
         moved = lambda parameter: unit_of(parameter) is not None  # noqa: E731
         with self._waiting_for_parameters("superpipeline: weights into host memory", moved):
             self.handle = self._streamed(module)
-        self.handle.team.follows_buffers = self._automatic  # as under DDP, whose forward Lightning has not synchronise
+        self.handle.team.follows_buffers = self._automatic  # as under DDP: Lightning syncs none in manual optimization
         update_properties(module, device=self.root_device)
 
     def _streamed(self, module: nn.Module, **settings: Any) -> Handle:
-        """Stream a module for this run."""
+        """Create the handle that streams a module in this run."""
         trainer: Any = module.trainer
         wire = WIRES.get(str(self.precision_plugin.precision))
         if self.options.master_weights:
@@ -322,19 +322,20 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create weights on the host, whatever code creates them."""
+        """Create weights on the host in this context, in the precision plugin's type or with masters in FP32."""
         keep_fp32 = contextlib.nullcontext() if self.options.master_weights else None
         with EmptyInit(enabled=bool(empty_init)), keep_fp32 or self.precision_plugin.tensor_init_context():
             yield
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Have a module's ``configure_model`` cut its layers into shards on the host."""
+        """Return a context in which the module's ``configure_model`` cuts its layers into shards on the host."""
         with self._axes.making():
             yield
 
     @property
     def _module_to_make(self) -> Any:
+        """The module whose ``configure_model`` makes its layers once the ranks are connected."""
         return self.lightning_module
 
     # ---- steps
@@ -346,6 +347,7 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
 
     @property
     def _automatic(self) -> bool:
+        """Whether Lightning steps the optimizers, by automatic optimization."""
         module: Any = self.lightning_module
         return bool(module.automatic_optimization)
 
@@ -358,6 +360,7 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _may_step_early(self, optimizer: Optimizer) -> bool:
+        """Whether units may be stepped while backward runs; log once why not."""
         module = self.lightning_module
         assert module is not None
         if not (self._automatic and self.options.optimizer_overlap):
@@ -380,11 +383,11 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
             self._streaming.team.fail(exception)
 
     def block_backward_sync(self) -> Any:
-        """Leave gradients to their ranks, while they are accumulated."""
+        """Return a context in which backward exchanges no gradients between ranks, as while they are accumulated."""
         return self.handle.no_sync()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Complete what is being written, and put checkpoint callbacks back."""
+        """Put checkpoint callbacks back that were withheld, and finish checkpoints that are being written."""
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         trainer.callbacks += self._withheld
@@ -392,6 +395,7 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
         super().on_exception(exception)
 
     def _step(self, name: str) -> Any:
+        """Return the context of one step of the handle, or an empty one outside of a run."""
         return contextlib.nullcontext() if (handle := self._streaming) is None else handle.scope(name)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -417,8 +421,10 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
 
 @functools.cache
 def _tell_that_steps_wait(why: str) -> None:
+    """Log, once for each reason, that the optimizer steps after backward."""
     log.info("superpipeline: the optimizer steps after backward: %s", why)
 
 
 def _unless_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the host, or as it is on the meta device."""
     return tensor if tensor.is_meta else tensor.to(HOST)

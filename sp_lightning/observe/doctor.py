@@ -39,7 +39,7 @@ DISK_TRIED = 256 << 20  # bytes written for a trial, and at most a quarter of th
 SLOW_DISK = 1e9  # bytes per second
 STATE_WRITTEN = 8  # bytes per parameter that a step with AdamW writes, if its state is on a disk
 ON_HOST = 16  # bytes per parameter for FP32 weights, gradients and AdamW's state
-MUCH_SWAP = 0.05  # of the host's memory
+MUCH_SWAP = 0.05  # share of the host's memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Facts:
     device_name: str
     device_nbytes: int
     gpus: dict[str, int]  # by vendor, as kernel drivers list them
-    lanes: tuple[tuple[int, int], ...]  # of PCIe, of each GPU: in use, and those that it has
+    lanes: tuple[tuple[int, int], ...]  # PCIe lanes of each GPU: in use, and present
     torch_version: str
     torch_accelerator: str | None  # the kind for which torch was built: "cuda" or "hip"
     host: HostMemory
@@ -72,7 +72,7 @@ class Facts:
     pinned_nbytes: int | None  # how much of it could be page-locked; None if nothing is page-locked
     lock_limit_nbytes: int | None  # ulimit -l
     cores: int
-    threads: int  # of torch
+    threads: int  # threads of torch
     why_not_compiled: str  # why AdamW does not step in compiled code; empty if it does
     disks: tuple[Disk, ...]
 
@@ -86,7 +86,7 @@ class Finding:
 
 
 def examine(device: str | None = None, folders: Sequence[str] = (".",)) -> Facts:
-    """Collect the facts about this machine, in seconds.
+    """Collect the facts about this machine; takes some seconds.
 
     Args:
         device: The device that computes, such as "cuda:0"; by default the first accelerator, else the CPU.
@@ -118,15 +118,16 @@ def examine(device: str | None = None, folders: Sequence[str] = (".",)) -> Facts
 
 
 def findings(facts: Facts) -> Iterator[Finding]:
-    """Yield what slows this machine down, the worst first."""
-    yield from _of_device(facts)
-    yield from _of_memory(facts)
-    yield from _of_cores(facts)
+    """Yield the problems of a machine that slow streaming down or stop it, the worst first."""
+    yield from _device_findings(facts)
+    yield from _memory_findings(facts)
+    yield from _core_findings(facts)
     for disk in facts.disks:
-        yield from _of_disk(disk)
+        yield from _disk_findings(disk)
 
 
-def _of_device(facts: Facts) -> Iterator[Finding]:
+def _device_findings(facts: Facts) -> Iterator[Finding]:
+    """Yield problems of the device: none is found, torch is built for another, or its link lacks lanes."""
     gpus = " and ".join(f"{count} {vendor} GPU{'s' * (count > 1)}" for vendor, count in facts.gpus.items())
     builds = {"NVIDIA": "cuda", "AMD": "hip"}
     if facts.device == "cpu" and not gpus:
@@ -154,7 +155,8 @@ def _of_device(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _of_memory(facts: Facts) -> Iterator[Finding]:
+def _memory_findings(facts: Facts) -> Iterator[Finding]:
+    """Yield problems of host memory: page locks, limits, too little of it, swap, Windows."""
     host = facts.host
     if facts.pinned_nbytes is not None and facts.pinned_nbytes < facts.pin_tried_nbytes:
         limit = "unlimited" if facts.lock_limit_nbytes is None else format_bytes(facts.lock_limit_nbytes)
@@ -192,7 +194,8 @@ def _of_memory(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _of_cores(facts: Facts) -> Iterator[Finding]:
+def _core_findings(facts: Facts) -> Iterator[Finding]:
+    """Yield problems of the cores: the number of torch's threads, and steps without compiled code."""
     if facts.threads != facts.cores:
         effect = "leaves cores idle" if facts.threads < facts.cores else "has threads that wait for one another"
         yield Finding(
@@ -209,7 +212,8 @@ def _of_cores(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _of_disk(disk: Disk) -> Iterator[Finding]:
+def _disk_findings(disk: Disk) -> Iterator[Finding]:
+    """Yield the problem of a disk, if it has one: no local SSD, or slow writes."""
     if disk.elsewhere or disk.rotates:
         yield Finding(
             "filesystem",
@@ -229,18 +233,19 @@ def _of_disk(disk: Disk) -> Iterator[Finding]:
 
 
 def _name(device: Device) -> str:
-    """Return the vendor's name of a device if that is known, otherwise its type."""
+    """Return the vendor's name of a device if torch knows it, otherwise its type."""
     known = getattr(torch.get_device_module(device.torch_device), "get_device_name", None)
     return device.torch_device.type if known is None else str(known(device.torch_device))
 
 
 def _memory(device: Device) -> int:
+    """Return the bytes of a device's memory, or of the host's if the CPU computes."""
     total = host_memory().total if device.is_host else torch.accelerator.get_memory_info(device.torch_device)[1]
     return int(total)
 
 
 def _lockable(device: Device, most: int) -> int | None:
-    """Try how many of ``most`` bytes can be page-locked, block by block; None where nothing is page-locked."""
+    """Return how many of ``most`` bytes can be page-locked, by a trial; None where nothing is page-locked."""
     if device.is_host:
         return None
     blocks: list[torch.Tensor] = []
@@ -251,6 +256,7 @@ def _lockable(device: Device, most: int) -> int | None:
 
 
 def _examine_disk(folder: str) -> Disk:
+    """Examine the disk of a folder: its filesystem, its free space, and its speed by a file that is written to it."""
     path = Path(folder).resolve()
     if not path.is_dir():
         raise OptionError(argument="disk", found=folder, allowed="a directory that can be written")
@@ -278,15 +284,15 @@ def _examine_disk(folder: str) -> Disk:
 
 
 def _rotates(mount: Mount) -> bool:
-    """Whether the system says that a mount's disk rotates; of a virtual one it does not know."""
+    """Whether the system says that a mount's disk rotates; False for a virtual disk, of which it does not know."""
     device = mount.device
-    if not os.major(device):  # of several disks, of which the table has one
+    if not os.major(device):  # a filesystem over several disks: the table of mounts names one of them
         with contextlib.suppress(OSError):
             device = os.stat(mount.source).st_rdev
     here = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"
     if "virt" in os.path.realpath(here):
         return False
-    for queue in (f"{here}/queue", f"{here}/../queue"):  # of the disk, or of the one that has this partition
+    for queue in (f"{here}/queue", f"{here}/../queue"):  # of the disk itself, or of the disk with this partition
         with contextlib.suppress(OSError), open(f"{queue}/rotational") as file:
             return file.read().strip() == "1"
     return False

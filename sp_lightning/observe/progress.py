@@ -22,7 +22,7 @@ MB = 1e6
 
 @contextlib.contextmanager
 def waiting(what: str, total: int, done: Callable[[], int], shown: bool = True, display: Any = None) -> Iterator[None]:
-    """Show progress while the body of the ``with`` statement runs.
+    """Show a progress bar while the body of the ``with`` statement runs, once that has taken a second.
 
     Args:
         what: A title, such as "saving last.ckpt".
@@ -48,12 +48,13 @@ def waiting(what: str, total: int, done: Callable[[], int], shown: bool = True, 
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show how long the body of the ``with`` statement has been running, where how much is left is not known."""
+    """Show the time that the body of the ``with`` statement has taken, where its end cannot be predicted."""
     with waiting(what, 0, lambda: 0):
         yield
 
 
 def _show(what: str, total: int, done: Callable[[], int], ended: threading.Event, display: Any) -> None:
+    """Show a bar and advance it to ``done()`` until ``ended`` is set; run by a thread of its own."""
     if ended.wait(PATIENCE_S):
         return
     with _below(what, total) if display is None else _within(display, what, total) as advance:
@@ -63,7 +64,7 @@ def _show(what: str, total: int, done: Callable[[], int], ended: threading.Event
 
 @contextlib.contextmanager
 def _below(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar of its own; yield the function that advances it."""
+    """Show a bar on the terminal; yield the function that advances it."""
     form = None if total else "{desc}: {elapsed}"
     with tqdm(
         total=total or None, desc=what, unit="B", unit_scale=True, leave=False, file=sys.stderr, bar_format=form
@@ -78,7 +79,7 @@ def _below(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def _within(display: Any, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Add a line, in whole megabytes, to the display; yield the function that advances it."""
+    """Add a line, in whole megabytes, to a rich display; yield the function that advances it."""
     line = display.add_task(f"{what} (MB)", total=round(total / MB))
 
     def advance(nbytes: int) -> None:

@@ -20,10 +20,10 @@ from .timeline import NAMES
 
 GB = 1e9
 WARM_UP = 2  # steps left out of the figures: they record the order of visits and allocate memory
-SMALL = 0.05  # of a step: less waiting than this is not worth advice
+SMALL = 0.05  # share of a step: less waiting than this is not worth advice
 MORE_COMPUTE = "a larger batch, or more accumulated batches, gives more compute to hide it"
 HALF = "precision='bf16-true' with master_weights=True halves the bytes of FP32 weights"
-ADVICE = {  # by what the step waits for
+ADVICE = {  # by the cause of the wait
     "disk": f"a larger host_budget leaves less on the disk; {MORE_COMPUTE}",
     "weights": f"a larger window lets copies run further ahead; {MORE_COMPUTE}; {HALF}",
     "gradients": f"{MORE_COMPUTE}; {HALF}",
@@ -85,7 +85,7 @@ class RunReport:
         return list(self._last)
 
     def figures(self) -> dict[str, float]:
-        """Return means over the training passes since the last call; empty if there were none."""
+        """Return mean figures of the training passes since the last call, by name; empty if there were none."""
         steps, self._fresh = self._fresh, []
         if not steps:
             return {}
@@ -116,7 +116,7 @@ class RunReport:
     # ---- when the run begins and ends
 
     def table(self) -> dict[str, str]:
-        """Describe, before the first step, the units and the memory on both sides: rows by name."""
+        """Return the rows of a table for the beginning of a run: units, window and memory on both sides, by name."""
         stats, rest = self._handle.stats(), self._handle.stats()["resident_root_bytes"]
         grows = ", until the first steps show what is free" if self._handle.grows else ""
         host = f"weights {format_bytes(stats['host_weight_bytes'])}, "
@@ -134,7 +134,7 @@ class RunReport:
         return rows
 
     def lines(self) -> list[str]:
-        """Compare measured with planned values and say what bounded the run; empty if no step was recorded."""
+        """Return the lines that end a run: measured beside planned values, and what bounded it; empty without steps."""
         if not self._last:
             return []
         step, stats, plan = typical(self._last), self._handle.stats(), self._plan
@@ -172,19 +172,19 @@ def typical(steps: Collection[RecordedStep]) -> RecordedStep:
 
 
 def floor_s(step: RecordedStep) -> float:
-    """Return the seconds of the busiest lane's work: the step would take as long if all other work were hidden."""
+    """Return the seconds of the busiest lane's work: a step's time if all other work ran beside it."""
     return min(step.seconds, max(step.busy(lane) for lane in LANES))
 
 
 def in_words(causes: Mapping[str, float]) -> str:
-    """Say in percent of a step what its time went to, the largest share first."""
+    """Format the shares of a step's time by cause, in percent, the largest first."""
     total = sum(causes.values())
     percents = {NAMES[cause]: round(100 * seconds / total) for cause, seconds in causes.items()}
     return ", ".join(f"{name} {share} %" for name, share in sorted(percents.items(), key=lambda one: -one[1]) if share)
 
 
 def bound_by(causes: Mapping[str, float]) -> str:
-    """Say in one sentence what bounded a step, and what would help."""
+    """Say in one sentence what a step's time mostly went to, and what would shorten it."""
     total = sum(causes.values())
     waits = max(ADVICE, key=lambda cause: causes[cause])
     if max(causes[waits], causes["other"]) < SMALL * total:
@@ -201,11 +201,12 @@ def bound_by(causes: Mapping[str, float]) -> str:
 
 
 def _percent(share: float) -> str:
+    """Format a share as whole percent."""
     return f"{100 * share:.0f} %"
 
 
 def ranks_in_words(figures: Sequence[Sequence[float]]) -> str:
-    """Describe what all ranks measured: the seconds of a step, the share of it that waits, and two peaks."""
+    """Format each rank's seconds of a step, share of waiting, and peaks of device and host memory."""
     listed = (
         f"rank {rank} {format_seconds(step_s)}, waits {waits:.0%}, device peak {format_bytes(int(device))}, "
         f"host peak {format_bytes(int(host))}"
@@ -215,11 +216,12 @@ def ranks_in_words(figures: Sequence[Sequence[float]]) -> str:
 
 
 def _stall_share(step: RecordedStep) -> float:
+    """Return the share of a step that units waited, for any cause."""
     causes = step.causes()
     return sum(causes[cause] for cause in ADVICE) / step.seconds
 
 
 def _rate(steps: Sequence[RecordedStep], lane: Lane) -> float:
-    """Return GB/s of a lane while it worked."""
+    """Return the GB/s of a lane, over the time in which it worked."""
     seconds = sum(step.busy(lane) for step in steps)
     return sum(step.nbytes(lane) for step in steps) / seconds / GB if seconds else 0.0

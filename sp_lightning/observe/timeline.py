@@ -29,7 +29,7 @@ LANE_NAMES: dict[Lane, str] = {
 NAMES = {cause: f"waits for {cause}" for cause in CAUSES}
 NAMES |= {"compute": "compute", "disk": "waits for the disk"}
 NAMES |= {"other": "outside of units"}
-COLORS: dict[Lane, dict[str, str]] = {  # of a lane's phases, the usual one first
+COLORS: dict[Lane, dict[str, str]] = {  # by lane and phase, the usual phase first
     "disk in": {"weights": "#8a78b8", "state": "#b57fa5"},
     "up": {"weights": "#3aa6a0", "activations": "#c9b26b"},
     "compute": {"forward": "#6f9bda", "backward": "#3d5fa3"},
@@ -40,7 +40,7 @@ COLORS: dict[Lane, dict[str, str]] = {  # of a lane's phases, the usual one firs
 }
 WAITS, FLOOR = "#d64550", "#111111"
 INCHES_WIDE, ROW_INCHES = 13.0, 0.36
-NARROW = 0.012  # of a step: a span below this has no room for its name
+NARROW = 0.012  # share of a step: a shorter span has no room for its name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,11 @@ class Timeline:
     title: str
     steps: tuple[RecordedStep, ...]
     spans: tuple[Span, ...]
-    floor_s: float  # of the step that is drawn
+    floor_s: float  # the floor of the step that is drawn
 
     @classmethod
     def of(cls, title: str, steps: Sequence[RecordedStep], around: Sequence[RecordedStep], floor_s: float) -> Timeline:
-        """Make a timeline of these steps; of those around them only the work that runs on into them is shown."""
+        """Make a timeline of some steps; of the steps ``around`` them only work that runs on into them is shown."""
         zero, others = steps[0].start, [step for step in around if step not in steps]
         runs_on = [span for step in others for span in step.spans if span.start < zero < span.end]
         spans = [*runs_on, *(span for step in steps for span in step.spans)]
@@ -119,6 +119,7 @@ class Timeline:
 
 
 def _event(tid: int, name: str, start: float, end: float, **about: int) -> dict[str, Any]:
+    """Make an event of Chrome's trace format from seconds."""
     at, till = round(start * 1e6, 3), round(end * 1e6, 3)
     return {"ph": "X", "pid": 1, "tid": tid, "name": name, "ts": at, "dur": round(till - at, 3), "args": about}
 

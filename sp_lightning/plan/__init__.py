@@ -89,7 +89,7 @@ def plan(
         machine=replace(profile, **{name: nbytes for name, nbytes in there.items() if nbytes is not None}),
         target=target,
         accumulate=accumulate,
-        clip=clip or precision == "16-mixed",  # whose scaler looks at all gradients first
+        clip=clip or precision == "16-mixed",  # its gradient scaler needs all gradients first
         copies=copies,
         devices=devices,
         nodes=nodes,

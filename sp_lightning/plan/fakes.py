@@ -54,13 +54,13 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run model code in this context."""
+        """Run model code without data in this context, with the run's autocast, and restore random state after."""
         autocast = torch.autocast("cpu", self._autocast, self._autocast is not None, cache_enabled=False)
         with torch.random.fork_rng(devices=[]), autocast, self.kernels, self:
             yield
 
     def adopt(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor like this one, of this type, that code here may use: without data, unless it is small."""
+        """Return a tensor like this one, of type ``dtype`` if given: fake, or a copy if it is small and of integers."""
         dtype = dtype or tensor.dtype
         if is_fake(tensor) and dtype is tensor.dtype:
             return tensor
@@ -72,16 +72,17 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, FLATTEN) for kind in types):
-            return NotImplemented  # the operators of its class's code are seen
+            return NotImplemented  # the class's own code is traced, operator by operator
         kwargs = kwargs or {}
         if kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": CPU}  # whatever the code names: of a module that was made on meta, meta
+            kwargs = {**kwargs, "device": CPU}  # code may name another, such as meta, on which the module was made
         out = self._run(func, args, kwargs)
         if self.observe is not None:
             self.observe(func, args, kwargs, out)
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator: without data if an argument is fake or the result is large, else with values."""
         tensors, writes = tensors_of((*args, *kwargs.values())), schema_of(func).is_mutable
         if any(map(is_fake, tensors)):
             if func is aten._local_scalar_dense.default and tensors[0].is_floating_point():
@@ -89,25 +90,26 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
                 args = (args[0], _as_integers(args[1]), *args[2:])
             if writes and not is_fake(tensors[0]):
-                raise UNKNOWN[0](func)  # a value that is not known would be written
-            if func is aten._grouped_mm.default and tensors[0].dtype is torch.float32:  # which its fake one refuses
+                raise UNKNOWN[0](func)  # a fake tensor's value would be written into a real one
+            if func is aten._grouped_mm.default and tensors[0].dtype is torch.float32:  # its fake kernel refuses FP32
                 return func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs).float()
             return func(*args, **kwargs)
         if not (tensors and writes):
             with contextlib.suppress(*UNKNOWN), self._fake:
                 out = func(*args, **kwargs)
-                is_made = not tensors or func is aten.lift_fresh.default  # by the code, not computed from the batch
+                is_made = not tensors or func is aten.lift_fresh.default  # made, not computed from the batch
                 if not all(_is_known(one, not is_made) for one in tensors_of((out,))):
                     return out
         return func(*args, **kwargs)
 
 
 def _is_known(tensor: Tensor, is_computed: bool = False) -> bool:
+    """Whether a real tensor keeps its values here: if it is small and, unless computed from such, of integers."""
     return tensor.numel() <= KNOWN and (is_computed or not (tensor.is_floating_point() or tensor.is_complex()))
 
 
 def _as_integers(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Turn masks among indices into positions: how many are set decides the shape."""
+    """Replace masks among indices by the positions that they select, whose number decides the result's shape."""
     found: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8) and not is_fake(index)
@@ -166,7 +168,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run attention by the kernel that the target picks."""
+    """Run attention by the kernel that the target device would pick: flash, memory-efficient or plain math."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
     mask, grouped = attn_mask, enable_gqa and query.shape[1] != key.shape[1]
@@ -187,7 +189,7 @@ def _attention(
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function in the types in which CUDA's autocast does."""
+    """Run a function in the types to which CUDA's autocast casts its arguments and result."""
     name = getattr(func, "__name__", "")
     first = args[0] if args else kwargs.get("input")
     if not isinstance(first, Tensor) or first.dtype not in HALVES:
@@ -205,8 +207,10 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(input, p, training)[0] if training and 0 < p < 1 else input  # a mask of a byte each
+    """Run dropout as the target's fused kernel does, which saves a mask of one byte an element."""
+    return torch.native_dropout(input, p, training)[0] if training and 0 < p < 1 else input
 
 
 def _widened(tensor: Tensor) -> Tensor:
+    """Return a half-precision tensor in FP32, and any other as it is."""
     return tensor.float() if tensor.dtype in HALVES else tensor

@@ -28,7 +28,7 @@ class OnDisk:
 
 
 def state_share(optimizer: Any, module: nn.Module) -> float:
-    """Return the bytes of state for each byte of weights that train, by a step of one weight of each shape.
+    """Return an optimizer's bytes of state for each byte of trained weights, by stepping one weight of each shape.
 
     Args:
         optimizer: A name, a class, a function of parameters, or None for the module's own, or else AdamW.
@@ -46,7 +46,7 @@ def state_share(optimizer: Any, module: nn.Module) -> float:
 
 
 def _kind(name: str) -> Any:
-    """Return one of torch's optimizers."""
+    """Return the class of ``torch.optim`` with this name, in upper or lower case."""
     kinds = {key: kind for key, kind in vars(torch.optim).items() if isinstance(kind, type) and kind is not Optimizer}
     found = next((kind for key, kind in kinds.items() if key.lower() == name.lower()), None)
     if found is None:
@@ -56,7 +56,7 @@ def _kind(name: str) -> Any:
 
 
 def _state_nbytes(optimizer: Optimizer) -> int:
-    """Return the bytes of state, by a step of one weight of each shape in the place of all."""
+    """Return the bytes of an optimizer's state, by stepping one weight of each shape. Replaces its parameters."""
     stepped: list[tuple[nn.Parameter, int]] = []
     for group in optimizer.param_groups:
         alike = Counter((p.shape, p.dtype) for p in group["params"] if p.requires_grad)
@@ -72,7 +72,7 @@ def _state_nbytes(optimizer: Optimizer) -> int:
 def placed(
     units: Sequence[UnitBytes], budget: int | None, has_disk: bool, loads: float
 ) -> tuple[dict[str, int], OnDisk]:
-    """Return the host memory by term, and what is in files as the run decides it.
+    """Decide what of a run's weights, gradients and state is in files; return host bytes by term, and bytes in files.
 
     Args:
         units: Their bytes.

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import OptionError
 
-TOKENS = 2048  # in a row, by default
+TOKENS = 2048  # tokens in a row, by default
 IMAGE = 224  # height and width of an image, if the configuration has none
 BY_PYTHON = "sp_lightning.plan(make_model, batch) plans others, by Python"
 
@@ -19,12 +19,13 @@ BY_PYTHON = "sp_lightning.plan(make_model, batch) plans others, by Python"
 class Listed(NamedTuple):
     """A model's class in transformers, and the sizes of its configuration."""
 
-    kind: str  # of the configuration's class, without "Config"
+    kind: str  # name of the configuration's class, without "Config"
     model: str
     sizes: dict[str, Any]
 
 
 def _decoder(kind: str, hidden: int, layers: int, heads: int, keys: int, mlp: int, words: int, **more: Any) -> Listed:
+    """Return a decoder-only language model of these sizes, as transformers' configuration names them."""
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": mlp, "vocab_size": words}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": keys, "max_position_embeddings": 131072}
     return Listed(kind, f"{kind}ForCausalLM", {"use_cache": False, "tie_word_embeddings": False, **sizes, **more})
@@ -46,7 +47,7 @@ LISTED = {
 
 
 def kind_of(name: str) -> tuple[Any, Any]:
-    """Return a listed model's class, and its configuration."""
+    """Return a listed model's class in transformers, and its configuration."""
     if name not in LISTED:
         allowed = f"a module, a function that makes one, or one of {', '.join(LISTED)}"
         raise OptionError(argument="module", found=name, allowed=allowed)
@@ -56,7 +57,7 @@ def kind_of(name: str) -> tuple[Any, Any]:
 
 
 def maker(kind: Any, config: Any) -> Callable[[], nn.Module]:
-    """Return the function that makes a model of transformers, without initial values."""
+    """Return a function that makes a model of transformers, without initial values."""
 
     def make() -> nn.Module:
         from transformers.initialization import no_init_weights
@@ -64,14 +65,14 @@ def maker(kind: Any, config: Any) -> Callable[[], nn.Module]:
         with no_init_weights():
             model: nn.Module = kind(config)
         if hasattr(model, "tie_weights"):
-            model.tie_weights()  # type: ignore[operator]  # which making initial values would have done
+            model.tie_weights()  # type: ignore[operator]  # skipped with the initial values
         return model
 
     return make
 
 
 def with_adapters(make: Callable[[], nn.Module], rank: int) -> Callable[[], nn.Module]:
-    """Return the function that makes the model frozen, with low-rank adapters beside its linear layers."""
+    """Return a function that makes the model frozen, with low-rank adapters beside its linear layers."""
 
     def adapted() -> Any:
         from peft import LoraConfig, get_peft_model
@@ -84,7 +85,7 @@ def with_adapters(make: Callable[[], nn.Module], rank: int) -> Callable[[], nn.M
 
 
 def batch_of(kind: Any, config: Any, rows: int, tokens: int | None = None) -> dict[str, torch.Tensor]:
-    """Make a batch of texts, which are their own labels if the model predicts words, or of images."""
+    """Make a batch for a model: token ids, with labels for a language model, or images."""
     if kind.main_input_name == "pixel_values":
         if tokens is not None:
             raise OptionError(argument="seq", found=tokens, allowed="left out for a model that takes images")

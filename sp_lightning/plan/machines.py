@@ -16,7 +16,7 @@ GIB = 2**30
 SUSTAINED_FLOPS = 0.7  # of dense products in half precision with FP32 accumulation
 SUSTAINED_DEVICE = 0.8  # of the device's memory
 SUSTAINED_HOST = 0.7  # of one socket's memory channels
-DUPLEX = 0.85  # of a link, in each direction while both run; 0.5 on some hosts
+DUPLEX = 0.85  # of a link's rate, in each direction while both run; 0.5 on some hosts
 CORE = 10e9  # bytes/s that one core reads and writes in a step, until the channels are the limit
 GEN4, GEN5 = 25e9, 55e9  # bytes/s of page-locked copies over 16 lanes of PCIe, in one direction
 
@@ -38,8 +38,8 @@ class Machine:
     host_nbytes: int
     disk_bytes_per_s: float = 7e9  # read: a local drive on four lanes of PCIe 4
     disk_out_bytes_per_s: float = 5e9  # written
-    disk_duplex: float = 0.75  # as `duplex`
-    network_bytes_per_s: float = 1.1e9  # to other hosts, while as many come: a line of 10 Gb
+    disk_duplex: float = 0.75  # share of these in each direction while both run
+    network_bytes_per_s: float = 1.1e9  # to other hosts, while as many come from them: a line of 10 Gb/s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ REACHED = Reached()
 
 
 def machine_named(name: str) -> Machine:
-    """Return a listed machine."""
+    """Return the listed machine of this name; raise OptionError for an unknown one."""
     if name not in MACHINES:
         allowed = f"'here', a Machine, or one of {', '.join(MACHINES)}"
         raise OptionError(argument="machine", found=name, allowed=allowed)
@@ -76,7 +76,7 @@ def _listed(
     host_nbytes: float,
     cores: int | None = None,
 ) -> Machine:
-    """Make a listed machine from its peaks in TFLOP/s and GB/s, and a virtual one's share of a server's cores."""
+    """Make a machine from its vendors' peaks in TFLOP/s and GB/s; ``cores`` are those of a virtual machine."""
     host = host_giga * 1e9 * SUSTAINED_HOST
     return Machine(
         name=name,

@@ -53,7 +53,7 @@ class PlannedModel:
             raise OptionError(argument="batch", found=None, allowed="a batch as the module takes it, or a function")
         self.name = name or str(getattr(source, "__name__", type(source).__name__))
         self.masters = masters
-        self._mixed = precision.endswith("mixed")  # by autocast
+        self._mixed = precision.endswith("mixed")  # half precision is by autocast
         self._half = HALF.get(precision.split("-")[0])  # the half-precision type in which the run computes, if it does
         self._dtype = torch.float64 if precision == "64-true" else None if self._mixed else self._half
         self.tensors = FakeTensors(target, self._half if self._mixed else None)
@@ -69,7 +69,7 @@ class PlannedModel:
     # ---- making
 
     def _made(self, source: nn.Module | Callable[..., nn.Module]) -> nn.Module:
-        """Make the model, and put tensors for a trace in the place of its own."""
+        """Copy the source module, or call the function that makes it, and replace its tensors by ones without data."""
         with refusing(
             "the model could not be made without data, or copied",
             "a function without arguments that makes it, or a module that is made",
@@ -91,7 +91,7 @@ class PlannedModel:
         return module
 
     def _built(self, source: Callable[..., nn.Module]) -> Any:
-        """Make the module of tensors for a trace or, where code reads weights and they are refused, on meta."""
+        """Call the function that makes the module, on tensors without data; if that fails, on the meta device."""
         try:
             with self.tensors.running():
                 return source()
@@ -100,8 +100,8 @@ class PlannedModel:
                 return source()
 
     def _replace_tensors(self, module: nn.Module) -> None:
-        """Put tensors like them in the place of a module's own."""
-        made: dict[int, tuple[Tensor, Tensor]] = {}  # with those that they replace, whose ids stay theirs
+        """Replace a module's parameters and buffers by tensors without data; shared ones stay shared."""
+        made: dict[int, tuple[Tensor, Tensor]] = {}  # with the replaced tensors, so that no id is used twice
         for child in list(module.modules()):
             for name, tensor in (*child._parameters.items(), *child._buffers.items()):
                 if tensor is not None:
@@ -109,6 +109,7 @@ class PlannedModel:
                     setattr(child, name, new)
 
     def _like(self, tensor: Tensor) -> Tensor:
+        """Return a tensor or parameter like this one without data, in the type in which the run computes."""
         if consists_of_tensors(tensor):
             form, parts = flattened(tensor)
             made: Tensor = form.whole((self.tensors.adopt(part) for _, part in parts), torch.device("cpu"))
@@ -118,7 +119,7 @@ class PlannedModel:
         return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
     def _setting(self, classes: UnitSpec, resident: Any, wire_dtype: str, activations: str) -> Setting:
-        """Cut the module as the options say; units that are never evicted are part of the resident rest."""
+        """Cut the module into units, and size them; those that ``resident`` chooses count as the resident rest."""
         cut = partition(self.module, list(classes) if isinstance(classes, tuple) else classes)
         first = choose_residents(cut, slots(self.module), 0 if resident == "auto" else resident)
         units = [replace(unit, resident=True) if unit in first else unit for unit in cut]
@@ -132,9 +133,9 @@ class PlannedModel:
     # ---- a trace
 
     def _trace(self, classes: UnitSpec, resident: Any, wire_dtype: str, activations: str, rows: int) -> Trace:
-        """Return the trace of a step of as many rows, with these options."""
+        """Trace a step with these options on a batch of so many rows; of many like blocks three run, if possible."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that tensors without data have no address
+            warnings.simplefilter("ignore")  # warnings that tensors without data have no address
             setting = self._setting(classes, resident, wire_dtype, activations)
         what = f"{self.name} does not run without a Trainer and without data"
         instead = "another batch, or loss=, a function that takes the module and a batch and returns the loss"
@@ -146,6 +147,7 @@ class PlannedModel:
             return self._traced(setting, rows)
 
     def _traced(self, setting: Setting, rows: int) -> Trace:
+        """Run a step on a batch of so many rows without data, and return its trace."""
         with self.tensors.running(), torch.set_grad_enabled(self.trains):
             batch = with_tensors(with_rows(self._batch, self.rows, rows), self._given)
             found = Trace(setting, self.tensors)
@@ -153,10 +155,11 @@ class PlannedModel:
         return found
 
     def _given(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the batch without data."""
+        """Return a tensor of the batch for the trace: without data, or with values if it is small and of integers."""
         return self.tensors.adopt(tensor, self._dtype if tensor.is_floating_point() else None)
 
     def _step(self, batch: Any) -> Any:
+        """Run the user's loss, training_step or forward on a batch, and return its output."""
         if self._loss is not None:
             return self._loss(self.module, batch)
         step = getattr(self.module, "training_step", None)
@@ -167,13 +170,13 @@ class PlannedModel:
         return self.module(*batch) if isinstance(batch, list | tuple) else self.module(batch)
 
     def host_nbytes(self, parameter: Tensor) -> int:
-        """Return the bytes of a weight on the host."""
+        """Return the bytes of a weight in host memory: twice its own for an FP32 master of half precision."""
         return aligned(parameter.nbytes * (2 if self.masters and parameter.is_floating_point() else 1))
 
 
 @contextlib.contextmanager
 def refusing(what: str, instead: str) -> Iterator[None]:
-    """Turn an error of the user's code into one line, with what to pass instead."""
+    """Turn errors of the user's code in this context into an UnsupportedError that says what to pass ``instead``."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nothing is trained here
@@ -185,13 +188,13 @@ def refusing(what: str, instead: str) -> Iterator[None]:
 
 
 def rows_of(batch: Any) -> int:
-    """Return the number of rows of a batch."""
+    """Return the number of rows of a batch: the most frequent first dimension of its tensors."""
     sizes = Counter(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim())
     return sizes.most_common(1)[0][0] if sizes else 1
 
 
 def with_rows(batch: Any, rows: int, wanted: int) -> Any:
-    """Return a batch of another number of rows, which are repeated."""
+    """Return a batch with ``wanted`` rows, made of its own, repeated or cut off."""
 
     def repeated(tensor: Tensor) -> Tensor:
         has_rows = tensor.dim() and tensor.shape[0] == rows
@@ -201,12 +204,12 @@ def with_rows(batch: Any, rows: int, wanted: int) -> Any:
 
 
 def with_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Copy a batch, with other tensors."""
+    """Copy a batch, and replace each of its tensors by ``function`` of it."""
     return copy.deepcopy(tree, {id(tensor): function(tensor) for tensor in tensors_in(tree)})
 
 
 def _in_a_line(error: Exception) -> str:
-    """Describe an error with the last line of the user's code that led to it: one outside of installed packages."""
+    """Describe an error in one line, with the last line of the user's own code that led to it."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
     places = [f"{frame.filename}:{frame.lineno}" for frame in own if "site-packages" not in frame.filename]
@@ -218,7 +221,7 @@ def _in_a_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _fewer_blocks(module: nn.Module, units: Sequence[FoundUnit]) -> Iterator[tuple[list[int], list[int]]]:
-    """Leave three of the longest run of units that are alike; yield the indices of those that run, and of all."""
+    """Cut the longest list of like blocks to three in this context; yield the unit indices of the three, and of all."""
     places = {id(inner): unit.index for unit in units if len(unit.modules) == 1 for _, inner in unit.modules}
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) > ALIKE]
     stacks = [one for one in lists if all(id(block) in places and _form(block) == _form(one[0]) for block in one)]
@@ -235,12 +238,12 @@ def _fewer_blocks(module: nn.Module, units: Sequence[FoundUnit]) -> Iterator[tup
 
 
 def _form(block: nn.Module) -> Any:
-    """Return what decides a block's bytes and its work: its modules as they print themselves, and its weights."""
+    """Return a key that like blocks have in common: their modules as text, and their weights' shapes and types."""
     return str(block), [(p.shape, p.dtype, p.requires_grad) for p in block.parameters()]
 
 
 def _repeated(visits: list[Visit], ran: list[int], every: list[int]) -> list[Visit]:
-    """Repeat the visits of the middle block; raise an error if blocks are not visited one after the other."""
+    """Repeat the middle block's visits for the blocks that were left out; raise LookupError if they could differ."""
     if not ran:
         return visits
     first, middle, last = ran
@@ -248,7 +251,7 @@ def _repeated(visits: list[Visit], ran: list[int], every: list[int]) -> list[Vis
     between = [{order[place - 1], *order[place + 1 : place + 2]} for place, unit in enumerate(order) if unit == middle]
     if not between or any(neighbours != {first, last} for neighbours in between):
         raise LookupError
-    if sum(visit.grown for visit in visits if visit.unit == middle):  # such as a cache, which goes with the output
+    if sum(visit.grown for visit in visits if visit.unit == middle):  # a cache, which goes with the output
         raise LookupError
     found = []
     for visit in visits:

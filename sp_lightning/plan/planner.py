@@ -36,7 +36,7 @@ class Planner:
         self._make = functools.cache(functools.partial(PlannedModel, source, batch, **how))
 
     def plan(self, job: Job) -> Plan:
-        """Plan a job, and what to change."""
+        """Plan a job, and offer changes that make it fit or make it faster."""
         plan = self.size(job)
         changes, tried = self._changes(plan)
         return replace(plan, changes=tuple(changes), tried=tuple(tried))
@@ -52,9 +52,9 @@ class Planner:
         windows = [options.window] if options.window != "auto" else [*WINDOWS, most]
         windows = sorted({min(window, most) for window in windows})
         swept = functools.cache(lambda window: sweep(found, window, _transfer(options, window)))
-        terms = functools.cache(lambda window: _device(job, found, swept(window), model.state_share))
+        terms = functools.cache(lambda window: _device_terms(job, found, swept(window), model.state_share))
         largest = next((window for window in reversed(windows) if _fits(terms(window), job)), windows[0])
-        host, disk = _host(job, found, model, swept(largest))
+        host, disk = _host_terms(job, found, model, swept(largest))
         times = functools.cache(lambda window: _timed(job, found, swept(window), disk, model.state_share))
         enough = EQUAL * times(largest).seconds  # a larger window takes no longer
         window = next(window for window in windows if window == largest or times(window).seconds <= enough)
@@ -78,7 +78,7 @@ class Planner:
     # ---- changes
 
     def _changes(self, plan: Plan) -> tuple[list[Change], list[str]]:
-        """Return the changes that make a run fit, in their order, or that are faster where it fits; and all tried."""
+        """Return up to three changes that make a run fit or, if it fits, faster; and all changes that it tried."""
         found, tried = list[Change](), list[str]()
         least = replace(plan.job, scale=plan.job.scale / plan.rows).with_options(activations=[*LESS][-1])
         can_fit = not plan.fits_device and (smallest := self._tried(least)) is not None and smallest.fits_device
@@ -96,7 +96,7 @@ class Planner:
         return sorted(found, key=lambda one: one.slower) if plan.fits else found, tried
 
     def _tried(self, job: Job) -> Plan | None:
-        """Plan a job; None if its options do not go together, or the model cannot run that way."""
+        """Plan a job with a change; return None if its options do not go together, or the model cannot run that way."""
         try:
             return self.size(job)
         except SuperpipelineError:
@@ -104,7 +104,7 @@ class Planner:
 
 
 def _that_may_be_faster(plan: Plan) -> Iterator[tuple[str, str, Job]]:
-    """Yield changes of a run that fits: what to type, what it costs, and the job with it."""
+    """Yield changes that may make a run faster that fits: what to type, what it costs, and the job with it."""
     job = plan.job
     yield f"a batch of {2 * plan.rows} rows", "", replace(job, scale=2 * job.scale)
     if plan.trained:
@@ -114,7 +114,7 @@ def _that_may_be_faster(plan: Plan) -> Iterator[tuple[str, str, Job]]:
 
 
 def _that_may_fit(plan: Plan, halvings: int) -> Iterator[tuple[str, str, Job]]:
-    """Yield changes of a run that does not fit, likewise; those that change no bits come first.
+    """Yield changes that may make a run fit: what to type, what it costs, and the job; first those that change no bits.
 
     Batches are halved fewer than ``halvings`` times; as many more of them are then accumulated for a step.
     """
@@ -153,8 +153,8 @@ def _that_may_fit(plan: Plan, halvings: int) -> Iterator[tuple[str, str, Job]]:
 # ---- bytes
 
 
-def _device(job: Job, found: Trace, swept: Sweep, share: float) -> dict[str, int]:
-    """Complete the terms of a step with those that do not depend on its visits."""
+def _device_terms(job: Job, found: Trace, swept: Sweep, share: float) -> dict[str, int]:
+    """Return the device's bytes by term: those of the visits, and the optimizer's, workspaces and a reserve."""
     sizes = found.setting.sizes
     state = share * sum(size.down_nbytes for size in sizes if size.resident)
     if job.options.optimizer_device == "device":  # weights, gradients and state of two units are there at a time
@@ -164,9 +164,9 @@ def _device(job: Job, found: Trace, swept: Sweep, share: float) -> dict[str, int
     return terms | {"reserve": fixed + int(wasted * sum(terms.values()))}
 
 
-def _host(job: Job, found: Trace, model: PlannedModel, swept: Sweep) -> tuple[dict[str, int], OnDisk]:
-    """Return the host memory of all devices of a machine, which share it, and what is in files."""
-    options, own = job.options, job.devices * (job.devices > 1)  # sums that each device has of several batches
+def _host_terms(job: Job, found: Trace, model: PlannedModel, swept: Sweep) -> tuple[dict[str, int], OnDisk]:
+    """Return the host memory by term that the devices of a machine share, and the bytes in files."""
+    options, own = job.options, job.devices * (job.devices > 1)  # each device has sums of several batches
     units, sizes, narrow, *_ = found.setting
     of_units = []
     for unit, size in zip(units, sizes, strict=True):
@@ -194,7 +194,7 @@ def _host(job: Job, found: Trace, model: PlannedModel, swept: Sweep) -> tuple[di
 
 
 def _timed(job: Job, found: Trace, swept: Sweep, disk: OnDisk, share: float) -> StepTime:
-    """Return the time of a step, from the work of a forward, a backward, a step, and of these for the first unit."""
+    """Add up the work of a step's parts, from its trace and its loads, and return the time of the step."""
     works, sizes = {False: Work(), True: Work()}, found.setting.sizes
     for visit in found.visits:
         works[visit.backward] = works[visit.backward].plus(visit.work)
@@ -226,10 +226,11 @@ def _timed(job: Job, found: Trace, swept: Sweep, disk: OnDisk, share: float) -> 
 
 
 def _transfer(options: Options, window: int) -> int:
+    """Return the units exchanged at a time with this window; "auto" is 1."""
     return 1 if options.transfer == "auto" else min(options.transfer, window)
 
 
 def _fits(terms: dict[str, int], job: Job) -> bool:
-    """Whether the device, and the budget for weights and gradients, have room."""
+    """Whether the device has room for all terms, and ``memory_budget`` for weights and gradients."""
     budget, weights = job.options.memory_budget, sum(terms[name] for name in (WINDOW, ROOT, GRADIENTS))
     return sum(terms.values()) <= job.machine.device_nbytes and (budget is None or weights <= budget)

@@ -34,7 +34,7 @@ class Job:
         return int(min(nbytes - headroom(nbytes), self.options.host_limit))
 
     def with_options(self, **changes: Any) -> Job:
-        """Return the run with other options of the strategy."""
+        """Return this job with other options of the strategy."""
         return replace(self, options=replace(self.options, **changes))
 
 
@@ -66,15 +66,15 @@ class Plan:
     rows: int
     window: int
     transfer: int
-    units: tuple[str, ...]  # that stream
+    units: tuple[str, ...]  # names of the units that stream
     device_terms: dict[str, int]
     host_terms: dict[str, int]
     disk: OnDisk
-    bytes_up: int  # of weights, in a step after the first
+    bytes_up: int  # bytes of weights that a step after the first loads
     fits_device: bool
     time: StepTime
     changes: tuple[Change, ...] = ()
-    tried: tuple[str, ...] = ()  # changes, whether they fit and are faster or not
+    tried: tuple[str, ...] = ()  # all changes that were planned, useful or not
 
     @property
     def device_nbytes(self) -> int:
@@ -108,12 +108,12 @@ class Plan:
         return {"window": self.window, "transfer": self.transfer, "others_nbytes": others}
 
     def speed(self, tokens: int | None = None) -> dict[str, float]:
-        """Return rows and, for rows of as many tokens, tokens a second, of all devices."""
+        """Return the rows per second of all devices and, with ``tokens`` in a row, the tokens per second."""
         rows = self.rows * self.job.accumulate * self.job.devices * self.job.nodes / self.step_s
         return {"rows_per_s": rows} | ({"tokens_per_s": rows * tokens} if tokens else {})
 
     def to_dict(self, tokens: int | None = None) -> dict[str, Any]:
-        """Return everything as plain values; ``tokens`` of a row give tokens a second."""
+        """Return the plan as a dict of plain values; with ``tokens`` in a row, its speed has tokens per second."""
         computed = "device_nbytes", "host_nbytes", "fits_host", "fits", "step_s"
         return asdict(self) | {name: getattr(self, name) for name in computed} | {"speed": self.speed(tokens)}
 
@@ -121,7 +121,7 @@ class Plan:
         return self.text()
 
     def text(self, tokens: int | None = None) -> str:
-        """Return what the command prints; ``tokens``: of a row."""
+        """Return the plan as the command prints it; with ``tokens`` in a row, its speed has tokens per second."""
         job, fits = self.job, "fits"
         several = f"{job.nodes} machines with " * (job.nodes > 1) + f"{job.devices} x " * (job.devices > 1)
         if not self.fits:

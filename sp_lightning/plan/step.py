@@ -36,7 +36,7 @@ class Sweep(NamedTuple):
 
 
 def sweep(found: Trace, window: int, transfer: int) -> Sweep:
-    """Take the run's own schedule, with this window and transfer, through the visits of a step."""
+    """Simulate the run's loads and evictions over the visits of a step; return its fullest moment, and its loads."""
     sizes = found.setting.sizes
     schedule = Schedule([size.up_nbytes for size in sizes], window, min(transfer, window))
     trained = [index for index, size in enumerate(sizes) if size.trained]
@@ -83,7 +83,7 @@ class Bytes(NamedTuple):
     full: float = 0.0
 
     def of(self, work: Work) -> float:
-        """Return the bytes of a pass over the parameters that some work trains."""
+        """Return the bytes of one pass over the parameters that this work trains."""
         return work.cast * self.half + (work.trained - work.cast) * self.full
 
 
@@ -94,19 +94,19 @@ NO_BYTES = Bytes()
 class StepCost:
     """Bytes of memory that a step costs for each parameter, by kind of pass over them."""
 
-    added: Bytes = NO_BYTES  # by the cores, where gradients of several batches are added
-    stepped: Bytes = NO_BYTES  # by the cores
-    on_device: float = 0.0  # of device memory, for a step there
-    up: float = 0.0  # that go up for a step on the device
-    down: float = 0.0  # that come down after it
+    added: Bytes = NO_BYTES  # moved by the cores, where gradients of several batches are added
+    stepped: Bytes = NO_BYTES  # moved by the cores in the step itself
+    on_device: float = 0.0  # device memory that a step on the device moves
+    up: float = 0.0  # bytes that go up for a step on the device
+    down: float = 0.0  # bytes that come down after a step on the device
 
 
 def step_cost(states: float = 2, *, on_device: bool = False) -> StepCost:
-    """Return what a step of today's runtime costs.
+    """Return the bytes of memory that an optimizer step moves for each parameter.
 
     Args:
         states: States that the optimizer keeps for each parameter: AdamW has two.
-        on_device: Units of the host are stepped on the device.
+        on_device: Whether units whose weights are on the host are stepped on the device.
     """
     read, written = 4 * (2 + states), 4 * (1 + states)  # weight, gradient and states; all but the gradient
     step = read + written
@@ -122,7 +122,7 @@ class Run:
 
     cost: StepCost
     alone: bool = False  # one unit is on the device at a time, so copies do not run beside compute
-    clip: bool = False  # by norm: steps begin when the last gradient is there
+    clip: bool = False  # clipped by norm, steps begin when the last gradient is there
     accumulate: int = 1  # batches whose gradients are added up for a step
     overlap: Literal["none", "forward"] = "forward"  # how far steps run beside compute
     summed: int = 0  # bytes of sums of gradients, whose norms are taken on the device
@@ -186,7 +186,7 @@ class _Rates:
         self.cores = reached.step * machine.cores_bytes_per_s
 
     def lanes(self, work: Work, on_cores: float) -> dict[str, float]:
-        """Return the seconds for which each lane is busy with some work, and with these bytes of the cores'."""
+        """Return the seconds for which each lane is busy with this work; the cores move ``on_cores`` bytes."""
         machine = self._machine
         products = work.flops / machine.flops_per_s + work.fp32_flops / (
             machine.fp32_flops_per_s or machine.flops_per_s
@@ -202,7 +202,7 @@ class _Rates:
         }
 
     def seconds(self, work: Work, on_cores: float = 0.0) -> float:
-        """Return how long the lanes take side by side."""
+        """Return the seconds that this work takes with all lanes side by side; the cores move ``on_cores`` bytes."""
         lanes, machine, ranks = self.lanes(work, on_cores), self._machine, self._run.ranks
         link = _both_ways(lanes[UP], lanes[DOWN], machine.duplex)
         disk = _both_ways(lanes[READ], lanes[WRITE], machine.disk_duplex)
@@ -214,5 +214,5 @@ class _Rates:
 
 
 def _both_ways(one: float, other: float, duplex: float) -> float:
-    """Return how long two directions take that have this share of their rates while both run."""
+    """Return how long copies in two directions take, each at the share ``duplex`` of its rate while both run."""
     return min(one, other) / duplex + abs(one - other)

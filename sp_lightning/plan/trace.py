@@ -44,7 +44,7 @@ TALL, SCRATCH = 1024, 108 << 20
 class Work:
     """The work of a part of a step, by lane."""
 
-    flops: float = 0.0  # of products in half precision
+    flops: float = 0.0  # products in half precision
     fp32_flops: float = 0.0
     moved: float = 0.0  # bytes of device memory that all but products read and write
     up: int = 0  # bytes
@@ -53,14 +53,14 @@ class Work:
     written: float = 0.0
     sent: float = 0.0  # bytes that each host sends the others
     trained: float = 0.0  # parameters that a step changes
-    cast: float = 0.0  # of those, the ones that are FP32 on the host and travel in half precision
+    cast: float = 0.0  # trained parameters that are FP32 on the host and travel in half precision
 
     def plus(self, other: Work) -> Work:
-        """Return the work of both."""
+        """Return the sum of this work and another's, lane by lane."""
         return Work(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Work)})
 
     def times(self, count: int) -> Work:
-        """Multiply the work by a count."""
+        """Return this work, multiplied by a count."""
         return Work(**{one.name: count * getattr(self, one.name) for one in fields(Work)})
 
 
@@ -72,8 +72,8 @@ class Visit:
     backward: bool
     in_use: tuple[int, ...] = ()  # units whose code runs around this one
     work: Work = field(default_factory=Work)  # up and down: activations from the host, and to it
-    packed: list[int] = field(default_factory=list)  # bytes of gradients that go there, by unit
-    leaving: int = 0  # bytes of what its copies of activations to the host read
+    packed: list[int] = field(default_factory=list)  # bytes of gradients that go to the host, of each unit
+    leaving: int = 0  # bytes that its copies of activations to the host still read
     peak: int = 0  # the most bytes beside weights, less those that were there as it began
     grown: int = 0  # bytes there as it ends, less those as it began
 
@@ -82,7 +82,7 @@ class Setting(NamedTuple):
     """The settings that decide where a step's bytes are."""
 
     units: Sequence[FoundUnit]
-    sizes: Sequence[UnitNumbers]  # of the units, on the device
+    sizes: Sequence[UnitNumbers]  # what each unit takes on the device
     narrow: frozenset[int]  # ids of FP32 weights that travel in half precision
     masters: bool  # whether weights are FP32 on the host alone
     activations: str
@@ -104,7 +104,7 @@ class Trace:
         self._stack: list[int] = []  # units whose code runs
         weights = [(p, unit.index) for unit in setting.units for _, p in unit.params if p.layout is torch.strided]
         self._weights = {storage_id(p.untyped_storage()): (p, index) for p, index in weights}
-        self._came: dict[int, list[Tensor]] = defaultdict(list)  # by unit, its weights whose gradients are there
+        self._came: dict[int, list[Tensor]] = defaultdict(list)  # by unit: weights whose gradients are complete
 
     # ---- a step
 
@@ -127,7 +127,7 @@ class Trace:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Listen to operators, to the units' forwards, and to gradients."""
+        """Count operators, units' forwards and gradients in this context."""
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self._tensors, "observe", None)
             self._tensors.observe = self.observe
@@ -144,14 +144,14 @@ class Trace:
             yield
 
     def enter(self, unit: int | None, backward: bool) -> None:
-        """Begin a visit, unless it goes on."""
+        """Start a visit of a unit (None: code outside of all) unless it is under way; resident units have no visits."""
         now = self.visits[-1]
         if (unit, backward) != (now.unit, now.backward) and (unit is None or not self.setting.units[unit].resident):
             around = tuple(dict.fromkeys(index for index in self._stack if index != unit))
             self.visits.append(Visit(unit, backward, around))
 
     def _run(self, unit: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a unit's forward by the policy of activations."""
+        """Run a unit's forward in place of the module's own: its activations are kept, offloaded or recomputed."""
         inside = functools.partial(self._inside, unit, forward)
         if self._stack or not torch.is_grad_enabled():
             return inside(*args, **kwargs)
@@ -166,6 +166,7 @@ class Trace:
             return inside(*args, **kwargs)
 
     def _inside(self, unit: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a unit's forward as a visit, where the operators inside count for it."""
         backward = graph_task() != -1
         self.enter(unit, backward)
         self._stack.append(unit)
@@ -178,7 +179,7 @@ class Trace:
     # ---- bytes
 
     def add(self, tensor: Tensor, counts: int | None = None) -> int:
-        """Count a tensor's storage if it is new, as these bytes if they are given; return its bytes."""
+        """Count a new storage until it is freed, as ``counts`` bytes if given; return its bytes, 0 if it is known."""
         if tensor.layout is not torch.strided:
             return 0
         storage = tensor.untyped_storage()
@@ -191,8 +192,8 @@ class Trace:
         return nbytes
 
     def _free(self, key: int, _: object) -> None:
-        """Count a storage that is gone."""
-        self._weights.pop(key, None)  # of a cast
+        """Subtract the bytes of a storage that was freed."""
+        self._weights.pop(key, None)  # it may be a cast of a weight
         self._change(-self._live.pop(key)[0])
 
     def counts(self, tensor: Tensor) -> bool:
@@ -200,12 +201,13 @@ class Trace:
         return tensor.layout is torch.strided and self._live.get(storage_id(tensor.untyped_storage()), (0,))[0] > 0
 
     def _change(self, nbytes: int) -> None:
+        """Add bytes to the current visit, and raise its peak if they exceed it."""
         visit = self.visits[-1]
         visit.grown += nbytes
         visit.peak = max(visit.peak, visit.grown)
 
     def _take(self, unit: FoundUnit, parameter: Tensor) -> None:
-        """Take note of a gradient that is complete (Rule 3); one that came through a cast is narrowed."""
+        """Note a complete gradient, narrowed if its weight is cast; with the last one of a unit, pack them."""
         if id(parameter) in self.setting.narrow:
             self._change(aligned(parameter.nbytes // 2))
             self._change(-aligned(parameter.nbytes))
@@ -214,7 +216,7 @@ class Trace:
             self._send(unit.index)
 
     def _send(self, unit: int) -> None:
-        """Widen a unit's gradients for their norms, pack them, and let go of all."""
+        """Count the bytes of a unit's gradients as they are widened for norms and packed, and drop them."""
         setting, params = self.setting, [p for p in self._came.pop(unit) if p.grad is not None]
         came = sum(aligned(p.grad.nbytes) for p in params if p.grad is not None)
         goes = sum(aligned(p.nbytes // 2 if id(p) in setting.narrow else p.nbytes) for p in params)
@@ -237,7 +239,7 @@ class Trace:
         weights = [self._weights[key] for key in known if key in self._weights]
         for _, unit in weights:
             if unit not in self._stack:
-                self.enter(unit, backward)  # such as for a backward, or a head that is a table
+                self.enter(unit, backward)  # a backward, or a head that shares its weight with a table
         if not weights and not self._stack and made and not backward:
             self.enter(None, False)
         is_cast = func is aten._to_copy.default and made and made[0].dtype in HALVES
@@ -261,7 +263,7 @@ class Trace:
 
 
 def _losses(output: Any) -> list[Tensor]:
-    """Return the loss that is, or is in, an output, or else all of it that a backward can begin from."""
+    """Return the loss in a step's output or, without one, all tensors of the output from which a backward can start."""
     loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
     return list({id(one): one for one in tensors_in(output if loss is None else loss) if one.requires_grad}.values())
 
@@ -273,7 +275,7 @@ class _Moved:
         self.form, self.tensor = (tensor.shape, tensor.stride(), tensor.dtype), tensor
 
     def fetch(self) -> int:
-        """Make memory for it; return its bytes."""
+        """Allocate the tensor on the device again; return its bytes."""
         shape, stride, dtype = self.form
         self.tensor = torch.empty_strided(shape, stride, dtype=dtype)
         return self.tensor.nbytes
@@ -284,9 +286,10 @@ class _Trip:
 
     def __init__(self, trace: Trace, unit: int) -> None:
         self._trace, self._unit = trace, unit
-        self._moved: dict[Any, _Moved] = {}  # until all come back
+        self._moved: dict[Any, _Moved] = {}  # offloaded tensors, until all come back
 
     def pack(self, tensor: Tensor) -> Any:
+        """Replace a saved tensor by a mark that it goes to the host; small ones, weights and views with gaps stay."""
         if tensor.nbytes < SMALLEST or not self._trace.counts(tensor) or not _is_dense(tensor):
             return tensor.detach()
         key = storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.dtype
@@ -296,13 +299,14 @@ class _Trip:
         return self._moved[key]
 
     def close(self) -> None:
-        """End the forward: let go of the tensors, which are read until they are down."""
+        """End the unit's forward: drop the offloaded tensors, and note the bytes that are still being copied."""
         storages = {key[0]: moved.tensor.untyped_storage() for key, moved in self._moved.items()}
         self._trace.visits[-1].leaving = sum(aligned(storage.nbytes()) for storage in storages.values())
         for moved in self._moved.values():
             del moved.tensor
 
     def unpack(self, packed: Any) -> Tensor:
+        """Return a saved tensor; the first one that is asked for brings all of the unit's back."""
         self._trace.enter(self._unit, True)
         if isinstance(packed, Tensor):
             return packed
@@ -324,5 +328,5 @@ def _moved(operator: Any, read: list[Tensor], made: list[Tensor]) -> float:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes of the elements that a tensor has in memory, where some repeat."""
+    """Return the bytes that a tensor takes in memory: elements that repeat, as in an expanded one, count once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else tensor.nbytes

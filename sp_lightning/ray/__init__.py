@@ -31,11 +31,11 @@ class RaySuperpipelineStrategy(SuperpipelineStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """The share of the data that this worker gets, also where it is the only one: Lightning asks all that count as
-        DDP (Rule 3)."""
+        """The number of shares of the data and this worker's, which Lightning asks of a single worker too (Rule 3)."""
         return self._axes.share(self.world_size, self.global_rank)
 
     def _take_devices(self, devices: list[torch.device]) -> list[torch.device]:
+        """Return the device that Ray gives this worker, in place of those that Lightning found."""
         device = get_device()
         if devices[0].type != device.type:
             raise OptionError(
@@ -49,7 +49,7 @@ class RaySuperpipelineStrategy(SuperpipelineStrategy):
         return [device]
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning's functions the rank; Ray knows it."""
+        """Set the rank that Lightning's rank-zero functions read to Ray's."""
         setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  # an attribute of a function
 
 
