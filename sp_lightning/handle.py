@@ -481,7 +481,10 @@ class Handle:
 
     @never_compiled
     def _place_new(self) -> None:
-        """Stream parameters that replaced streamed ones, and keep all other new ones on the device."""
+        """Stream parameters that replaced streamed ones, and keep all other new ones on the device.
+
+        Several devices take none: each would have a weight of its own.
+        """
         if self.before_new is not None:
             self.before_new(self.module)
         self._slots = slots(self.module)
@@ -492,6 +495,11 @@ class Handle:
         for name, param in self.module.named_parameters():
             if id(param) in known:
                 continue
+            if type(self.team) is not Alone:
+                raise UnsupportedError(
+                    f"{name} came after streaming began, and each of several devices has one of its own: make weights,"
+                    " and put others in their place, before the module is streamed"
+                )
             self._check_not_streamed([(name, param)])
             parameters.let_go_of_weight(param)
             if name in gone and gone[name].place is None and has_form_of(gone[name], param):

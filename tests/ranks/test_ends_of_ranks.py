@@ -37,3 +37,10 @@ def test_a_step_that_fails_on_one_rank_is_half_applied_on_all():
 
 def test_ranks_may_differ_in_order_and_in_what_they_evaluate():
     assert processes.run(2, peer_runs.differ_in_order, 3) == [[], []]
+
+
+@pytest.mark.parametrize("how", ["added", "replaced"])
+def test_weights_that_come_later_are_an_error(how):
+    """The ranks would have them by themselves, which is silent under DDP."""
+    for error in processes.run(2, peer_runs.add_weights, how):
+        assert re.fullmatch(r"blocks\.0\.\S+ came after streaming began, and each of several devices has .*", error)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 import sp_lightning
-from sp_lightning.errors import HalfAppliedStepError, PeerError
+from sp_lightning.errors import HalfAppliedStepError, PeerError, UnsupportedError
 from sp_lightning.handle import stream
 from sp_lightning.optim.slices import SlicedOptimizer
 
@@ -354,3 +354,20 @@ def fail_in_step(place: str) -> list[str]:
             except (MemoryError, PeerError, HalfAppliedStepError) as error:
                 told.append(type(error).__name__)
     return told
+
+
+def add_weights(how: str) -> str:
+    """Add a weight, or put one in another's place, while ranks stream; return the error of the next forward."""
+    group = begin_group("cpu")
+    model = Language()
+    with stream(model, "cpu", group=group, units=blocks_of):
+        model(model.data(torch.Generator())).backward()
+        if how == "added":
+            model.blocks[0].more = nn.Linear(2, 2)
+        else:
+            model.blocks[0].up.weight = nn.Parameter(torch.zeros_like(model.blocks[0].up.weight))
+        try:
+            model(model.data(torch.Generator()))
+        except UnsupportedError as error:
+            return str(error)
+    return ""
