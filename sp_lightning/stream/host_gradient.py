@@ -247,7 +247,7 @@ class HostGradient(Lazy, Tensor):
                 return func(*args, **(kwargs or {}))
         if has_others(types):
             return NotImplemented
-        if func in DEFERRED:
+        if args and func in DEFERRED:
             answer = DEFERRED[func](*args, **(kwargs or {}))
             if answer is not NotImplemented:
                 return answer
@@ -345,26 +345,29 @@ def _norm(func: Callable[..., Tensor]) -> Callable[..., Any]:
     return answer
 
 
-def _vector_norm(gradient: Any, ord: Any = 2, **kwargs: Any) -> Any:
+def _vector_norm(gradient: Any, ord: Any = 2, *rest: Any, **kwargs: Any) -> Any:
     """Implement `torch.linalg.vector_norm` for one gradient: the norm has the bits of torch's multi-tensor kernel.
 
     Clipping uses that kernel in a plain run, and this function for tensors of a class that it does not know.
     """
-    found = _norms([gradient], ord, **kwargs)
+    found = _norms([gradient], ord, *rest, **kwargs)
     return found if found is NotImplemented else found[0]
 
 
-def _norms(gradients: Any, ord: Any = 2, **kwargs: Any) -> Any:
+def _norms(gradients: Any, ord: Any = 2, *rest: Any, **kwargs: Any) -> Any:
     """Implement `torch._foreach_norm` for gradients: norms noted on arrival, or computed on the device."""
-    if kwargs or not all(hasattr(gradient, "content") for gradient in gradients):
+    if rest or kwargs or not all(hasattr(gradient, "content") for gradient in gradients):
         return NotImplemented
     contents = [gradient.content for gradient in gradients]
     found = [content.find_norm(lambda there: norms_of_all([there], ord)[0], ord == 2) for content in contents]
     return [norm.as_subclass(Norm) for norm in found]
 
 
-def _multiply(gradients: Any, factor: Any) -> Any:
-    """Implement `torch._foreach_mul_` of gradients by a number: note it, to be applied by the step or a read."""
+def _multiply(gradients: Any, factor: Any = None, **kwargs: Any) -> Any:
+    """Implement `torch._foreach_mul_` of gradients by a number: note it, to be applied by the step or a read.
+
+    A factor that is given by name is left to torch.
+    """
     is_number = isinstance(factor, (int, float)) or (type(factor) in (Tensor, Norm) and not factor.ndim)
     if not is_number or not all(isinstance(one, HostGradient) and one.is_unread for one in gradients):
         return NotImplemented
@@ -390,7 +393,7 @@ def _factor_on_host(factor: Any, dtype: torch.dtype, device: Device) -> Any:
         return factor.to("cpu", dtype if is_rounded else factor.dtype, copy=True)
 
 
-def _multiply_one(gradient: Any, factor: Any) -> Any:
+def _multiply_one(gradient: Any, factor: Any = None, **kwargs: Any) -> Any:
     """Implement `gradient.mul_(factor)` for a number: note it, to be applied by the step or a read."""
     return NotImplemented if _multiply([gradient], factor) is NotImplemented else gradient
 

@@ -220,7 +220,17 @@ def added_to_with_weights_at_once(model):
     torch._foreach_add_(grads, [p.detach() for p in model.blocks.parameters()], alpha=1e-2)
 
 
+def by_arguments_that_are_named(model):
+    grads = [p.grad for p in model.parameters()]
+    grads[0].mul_(other=0.5)
+    torch._foreach_mul_([grads[1]], scalar=0.5)
+    torch._foreach_mul_(self=[grads[2]], scalar=2.0)
+    norms = [torch.linalg.vector_norm(x=grads[3]), torch.linalg.vector_norm(grads[3], 2, 0), grads[3].norm(p=1)]
+    return [*norms, *torch._foreach_norm(self=grads), *torch._foreach_norm(grads, 2, torch.float64)]
+
+
 EDITS = [
+    by_arguments_that_are_named,
     clipped_by_value,
     clipped_twice,
     clipped_by_the_total_norm,
