@@ -15,9 +15,8 @@ from ..stream.parameters import weights
 # Methods of a dict that make an entry, given its key; that look for one; and that take all of them.
 MAKERS = "__getitem__ __setitem__ setdefault".split()
 FINDERS = "__contains__ __delitem__ get pop".split()
-WHOLE = (
-    "__iter__ __reversed__ __len__ __eq__ __ne__ __or__ __ror__ __ior__ keys values items clear popitem update".split()
-)
+WHOLE = "__iter__ __reversed__ __len__ __repr__ __eq__ __ne__ __or__ __ror__ __ior__".split()
+WHOLE += "keys values items clear popitem update".split()
 
 
 class WaitingState(collections.defaultdict[Any, Any]):
@@ -52,9 +51,10 @@ class WaitingState(collections.defaultdict[Any, Any]):
         self._forget_empty([key])
 
     def wait_steps(self, *_: Any) -> None:
-        """Wait for the steps of all streamed weights, and remove reserved entries for which steps made none."""
-        for weight in list(weights.values()):
-            _wait_step(weight)
+        """Wait for the steps of all its weights, and remove reserved entries for which steps made none."""
+        for key in list(dict.keys(self)):
+            if (weight := weights.get(id(key))) is not None:
+                _wait_step(weight)
         self._forget_empty(list(self._reserved))
 
     # ---- without waiting

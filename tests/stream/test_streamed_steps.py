@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy
 import gc
+import threading
 import time
 import weakref
 
@@ -266,6 +267,7 @@ READS = {
     "got": lambda state, weight: state.get(weight)["step"].item(),
     "updated": lambda state, weight: state.update({}) or dict.get(state, weight)["step"].item(),
     "reversed": lambda state, weight: list(reversed(state)) and dict.get(state, weight)["step"].item(),
+    "printed": lambda state, weight: "step" in repr(state) and dict.get(state, weight)["step"].item(),
     "compared": lambda state, weight: state != {} and dict.get(state, weight)["step"].item(),
 }
 
@@ -280,6 +282,17 @@ def test_whoever_reads_state_waits_for_the_pending_step(read):
             handle.steps.thread.submit(time.sleep, 0.1)
             optimizer.step()
             assert READS[read](optimizer.state, weight) == step
+
+
+def test_whoever_reads_state_waits_for_no_other_stream():
+    model, goes_on = Net(), threading.Event()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with streamed(Net(), "cpu") as other, streamed(model, "cpu"):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        other.units[0].begin_step(lambda: other.steps.thread.submit(goes_on.wait, 5))
+        assert len(optimizer.state) == len(list(model.parameters())) and not other.units[0].steps.last.done()
+        goes_on.set()
 
 
 def slow_steps(monkeypatch):
