@@ -7,14 +7,18 @@ import argparse
 import importlib.util
 import os
 import runpy
+import site
 import sys
+import sysconfig
 import traceback
 
 from ..errors import OptionError, SuperpipelineError
 from . import OPTIONS, add_options, given
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
-NOT_THE_USERS = PACKAGE, sys.prefix, sys.base_prefix, "<"  # beginnings of paths of code that is not the user's
+# Beginnings of paths of code that is not the user's.
+INSTALLED = PACKAGE, sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()
+NOT_THE_USERS = (*(os.path.join(folder, "") for folder in INSTALLED), "<")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -69,11 +69,12 @@ class DirectFile:
     """An open file whose ranges are read, and written, directly where that is possible."""
 
     outcome = ""  # advice in the error of a failed transfer
+    fd = -1  # of a file that could not be opened, which is closed all the same
+    _direct: int | None = None
 
     def __init__(self, path: str, fd: int, kind: str) -> None:
         """Take over the descriptor of a file on a filesystem of this kind."""
         self.path, self.filesystem, self.fd = path, kind, fd
-        self._direct: int | None = None
 
     def read(self, memory: memoryview, begin: int, nbytes: int) -> None:
         """Read a range of the file, from a multiple of BLOCK on, into memory that has room for whole blocks. Blocks."""

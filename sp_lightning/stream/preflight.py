@@ -25,6 +25,8 @@ from ..host.machine import host_memory
 from ..host.room import UnitNumbers, first_window
 from ..options import Bytes, Options, format_both, format_bytes
 from .partition import FoundUnit
+from .shards import Sharded
+from .wholes import part_of
 
 COPIES = 4  # of a weight that trains: itself, its gradient, and state as AdamW has it
 WORTH_CHECKING = 2**28  # bytes; for less, free memory is not looked up
@@ -46,7 +48,10 @@ def choose_residents(
     order = [part for part in cut if not part.resident]
     order.sort(key=lambda part: not any(id(param) in tied for _, param in part.params))
     if isinstance(count, Bytes):
-        nbytes = [sum((COPIES if p.requires_grad else 1) * p.nbytes for _, p in part.params) for part in order]
+        shards = [whole for part in order for whole in part.wholes if isinstance(whole, Sharded)]
+        largest = {id(part_of(whole)): whole.largest_numel() for whole in shards}  # on any rank: all choose alike
+        numels = [[(p, largest.get(id(p), p.numel())) for _, p in part.params] for part in order]
+        nbytes = [sum((COPIES if p.requires_grad else 1) * p.element_size() * n for p, n in each) for each in numels]
         count = sum(total <= int(count) for total in itertools.accumulate(nbytes))
     return order[:count]
 

@@ -165,8 +165,8 @@ class Visit:
                 window.end_call(noted)
                 if (listener := self._policy.device.counters.listener) is not None and graph_task() == -1:
                     listener.idle()
-            if torch.is_autocast_enabled(self._policy.device.torch_device.type):
-                torch.clear_autocast_cache()  # casts of leaves would keep memory
+                if torch.is_autocast_enabled(self._policy.device.torch_device.type):
+                    torch.clear_autocast_cache()  # casts of leaves would keep memory
 
     def _keep_writes(self, unit: Unit, written: list[Weight]) -> None:
         """Copy weights that a forward wrote to the host; raise if the forward is to run twice."""

@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import errno
+import gc
 import itertools
 import os
 import signal
+import sys
 
 import forks
 import pytest
@@ -88,9 +90,13 @@ def test_a_folder_in_memory_or_on_a_network_is_refused(kind, monkeypatch):
         streaming(net())
 
 
-def test_a_folder_that_is_not_there_is_refused():
+def test_a_folder_that_is_not_there_is_refused(monkeypatch):
+    ignored = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
     with pytest.raises(OptionError, match="there is no such folder"):
         streaming(net(), disk="/no/such/folder")
+    gc.collect()
+    assert not ignored  # the file that was never opened is closed without a word
 
 
 def test_a_disk_without_direct_transfers_is_exact_and_warns_once(monkeypatch, caplog):

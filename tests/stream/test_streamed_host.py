@@ -3,6 +3,8 @@
 import copy
 import logging
 import os
+import threading
+import time
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from sp_lightning.errors import HostMemoryError, OptionError, UnsupportedError
 from sp_lightning.host import device as devices
 from sp_lightning.host import memory
 from sp_lightning.host.device import DeviceMemoryError, aligned
+from sp_lightning.kernels.loader import unforked
 from sp_lightning.stream.residency import Presence
 from sp_lightning.stream.window import Window
 
@@ -93,6 +96,26 @@ def test_a_forked_process_that_reads_a_locked_slab_gets_an_error(locks, name):
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert model.blocks[0].up.weight.detach().sum().isfinite()
+
+
+def test_no_process_forks_while_a_library_is_loaded():
+    order = []
+
+    def load():
+        with unforked:
+            begun.set()
+            time.sleep(0.2)
+            order.append("loaded")
+
+    begun, thread = threading.Event(), threading.Thread(target=load)
+    thread.start()
+    begun.wait()
+    child = os.fork()
+    if not child:
+        os._exit(0 if unforked.acquire(blocking=False) else 1)
+    order.append("forked")
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and order == ["loaded", "forked"]
 
 
 def refuse(nbytes):
