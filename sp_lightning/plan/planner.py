@@ -45,7 +45,7 @@ class Planner:
         """Plan a job with the smallest window that fits and is as fast as the largest, or else with the smallest."""
         options = job.options
         model = self._make(precision=job.precision, masters=options.master_weights)
-        rows = max(1, int(model.rows * job.scale))
+        rows = max(1, round(model.rows * job.scale))
         found = model.trace(options.units, options.resident, options.wire_dtype, options.activations, rows)
         streamed = [size for size in found.setting.sizes if not size.resident]
         most = max(1, len(streamed))
@@ -82,8 +82,9 @@ class Planner:
         found, tried = list[Change](), list[str]()
         least = replace(plan.job, scale=plan.job.scale / plan.rows).with_options(activations=[*LESS][-1])
         can_fit = not plan.fits_device and (smallest := self._tried(least)) is not None and smallest.fits_device
-        halvings = plan.rows.bit_length() if can_fit else 1
-        for what, cost, job in _that_may_be_faster(plan) if plan.fits else _that_may_fit(plan, halvings):
+        rows = plan.rows if can_fit else 1
+        parts = sorted({2**power for power in range(rows.bit_length()) if rows % 2**power == 0} | {rows})
+        for what, cost, job in _that_may_be_faster(plan) if plan.fits else _that_may_fit(plan, parts):
             tried.append(what)
             sized = self._tried(job)
             if sized is None:
@@ -106,17 +107,17 @@ class Planner:
 def _that_may_be_faster(plan: Plan) -> Iterator[tuple[str, str, Job]]:
     """Yield changes that may make a run faster that fits: what to type, what it costs, and the job with it."""
     job = plan.job
-    yield f"a batch of {2 * plan.rows} rows", "", replace(job, scale=2 * job.scale)
+    yield _batch_of(2 * plan.rows), "", replace(job, scale=2 * job.scale)
     if plan.trained:
         for policy, cost in ({"keep": "more bytes on the device"} | LESS).items():
             if policy != job.options.activations:
                 yield f"activations={policy!r}", cost, job.with_options(activations=policy)
 
 
-def _that_may_fit(plan: Plan, halvings: int) -> Iterator[tuple[str, str, Job]]:
+def _that_may_fit(plan: Plan, parts: list[int]) -> Iterator[tuple[str, str, Job]]:
     """Yield changes that may make a run fit: what to type, what it costs, and the job; first those that change no bits.
 
-    Batches are halved fewer than ``halvings`` times; as many more of them are then accumulated for a step.
+    A batch is divided into each of these numbers of ``parts``, and as many more are then accumulated for a step.
     """
     job, options, trains = plan.job, plan.job.options, plan.trained > 0
     if options.window != "auto":
@@ -134,12 +135,12 @@ def _that_may_fit(plan: Plan, halvings: int) -> Iterator[tuple[str, str, Job]]:
         policies |= {policy: cost for policy, cost in LESS.items() if policy != options.activations}
     disks = [""] if plan.fits_host or not trains or options.spills else ["", "FOLDER"]
     for named, rounding, base in precisions:
-        for halved in range(1 if named else halvings):
-            batch, smaller = "", replace(base, scale=base.scale / 2**halved)
-            if halved:
-                batch = f"a batch of {plan.rows >> halved} rows"
-            if halved and trains:
-                smaller = replace(smaller, accumulate=base.accumulate << halved)
+        for count in parts[:1] if named else parts:
+            batch, smaller = "", replace(base, scale=base.scale / count)
+            if count > 1:
+                batch = _batch_of(plan.rows // count)
+            if count > 1 and trains:
+                smaller = replace(smaller, accumulate=base.accumulate * count)
                 batch += f", accumulate={smaller.accumulate}"
             for disk in disks:
                 for less, cost in policies.items():
@@ -148,6 +149,10 @@ def _that_may_fit(plan: Plan, halvings: int) -> Iterator[tuple[str, str, Job]]:
                     changed = smaller.with_options(activations=less, disk=disk or options.disk)
                     if any(what):
                         yield ", ".join(filter(None, what)), ", ".join(filter(None, costs)), changed
+
+
+def _batch_of(rows: int) -> str:
+    return f"a batch of {rows} row{'s' * (rows > 1)}"
 
 
 # ---- bytes

@@ -24,6 +24,16 @@ def test_changes_that_each_need_the_other_are_named_together():
     assert found.changes[0].device_nbytes == most
 
 
+def test_a_batch_is_divided_into_equal_parts():
+    """Half of three rows would be one, and two of these accumulated another batch."""
+    blocks = lambda: nn.Sequential(*(Block(512) for _ in range(6)))  # noqa: E731
+    images = [torch.zeros(rows, 4096, 512) for rows in (1, 3)]
+    one, three = (plan(blocks, image, **SIZES, window=1, activations="recompute+offload") for image in images)
+    memory = (one.device_nbytes + three.device_nbytes) // 2
+    found = plan(blocks, images[1], **SIZES, device_memory=memory, window=1, activations="recompute+offload")
+    assert not found.fits and "a batch of 1 row, accumulate=3" in [change.what for change in found.changes]
+
+
 def test_a_host_that_is_short_gets_a_disk():
     found = planned(host_memory="3MiB")
     assert found.fits_device and not found.fits and found.changes[0].what == "disk=FOLDER"
