@@ -294,18 +294,17 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
 
     def teardown(self) -> None:
         """Make the module plain again. Lightning calls this after an exception too, wherever it was raised."""
-        try:
-            if self.handle is not None:
-                self.handle.close()
-        finally:
-            self._revert_batch_norms()
-            for callback in self._averages:
-                set_average_device(callback, None)
-            self._averages.clear()
-            self._remove_callback()
+        with contextlib.ExitStack() as ends:  # all of them run, the last one first, even if one raises
+            ends.callback(self._base_teardown)
             if self.lightning_module is not None:
-                end_noting_sigterm(self.lightning_module.trainer)
-            self._base_teardown()
+                ends.callback(end_noting_sigterm, self.lightning_module.trainer)
+            ends.callback(self._remove_callback)
+            ends.callback(self._averages.clear)
+            for callback in self._averages:
+                ends.callback(set_average_device, callback, None)
+            ends.callback(self._revert_batch_norms)
+            if self.handle is not None:
+                ends.callback(self.handle.close)
 
     def _base_teardown(self) -> None:
         """Tear down as the base class does, but leave meta weights alone: moving them would hide their error."""
