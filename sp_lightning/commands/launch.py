@@ -7,18 +7,14 @@ import argparse
 import importlib.util
 import os
 import runpy
-import site
 import sys
-import sysconfig
 import traceback
 
 from ..errors import OptionError, SuperpipelineError
 from . import OPTIONS, add_options, given
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
-# Beginnings of paths of code that is not the user's.
-INSTALLED = PACKAGE, sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()
-NOT_THE_USERS = (*(os.path.join(folder, "") for folder in INSTALLED), "<")
+FOLDERS = tuple(os.path.join(folder, "") for folder in (PACKAGE, os.path.dirname(os.__file__)))  # ours and Python's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +59,8 @@ def _failed(error: SuperpipelineError) -> int:
     An error without any of the user's code is raised again.
     """
     places = traceback.extract_tb(error.__traceback__)
-    own = [place for place in places if not place.filename.startswith(NOT_THE_USERS)]
+    installed = (*FOLDERS, "<")
+    own = [one for one in places if not (one.filename.startswith(installed) or f"-packages{os.sep}" in one.filename)]
     if not own:
         raise error  # it is about this command's own arguments
     sys.stderr.write(f"python -m sp_lightning: {own[-1].filename}:{own[-1].lineno}: {' '.join(str(error).split())}\n")
