@@ -24,10 +24,12 @@ Count: TypeAlias = int | Literal["auto"]
 HostMemory: TypeAlias = Literal["auto", "pinned", "pageable"]
 UnitFinder: TypeAlias = "Callable[[nn.Module], Iterable[nn.Module]]"
 
-ACTIVATIONS = ("keep", "recompute", "offload", "recompute+offload")
-HOST_MEMORY = ("auto", "pinned", "pageable")
-WIRE_DTYPES = ("auto", "as-is")
-OPTIMIZER_DEVICES = ("host", "device")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "activations": ("keep", "recompute", "offload", "recompute+offload"),
+    "host_memory": ("auto", "pinned", "pageable"),
+    "wire_dtype": ("auto", "as-is"),
+    "optimizer_device": ("host", "device"),
+}
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {name.lower(): 1024**power for power, name in enumerate(_BINARY)} | {
@@ -107,10 +109,8 @@ class Options:
         self._normalise("host_budget", nbytes_or_none("host_budget", self.host_budget, ">= 0"))
         self._normalise("disk", _folder("disk", self.disk))
         self._normalise("units", _units(self.units))
-        check_choice("activations", self.activations, ACTIVATIONS)
-        check_choice("host_memory", self.host_memory, HOST_MEMORY)
-        check_choice("wire_dtype", self.wire_dtype, WIRE_DTYPES)
-        check_choice("optimizer_device", self.optimizer_device, OPTIMIZER_DEVICES)
+        for name, allowed in CHOICES.items():
+            check_choice(name, getattr(self, name), allowed)
         self._normalise("optimizer_overlap", _truth("optimizer_overlap", self.optimizer_overlap))
         self._normalise("master_weights", _truth("master_weights", self.master_weights))
         self._normalise("compile_units", _truth("compile_units", self.compile_units))

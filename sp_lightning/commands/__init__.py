@@ -13,7 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import MissingExtraError
-from ..options import Options
+from ..options import CHOICES, Options
 
 OPTIONS = tuple(field.name for field in fields(Options))
 
@@ -23,8 +23,12 @@ def add_options(parser: argparse.ArgumentParser, but: Collection[str] = ()) -> N
     for field in fields(Options):
         if field.name not in but:
             alone: dict[str, Any] = {"nargs": "?", "const": "true"} if isinstance(field.default, bool) else {}
-            help = f"as the strategy's option {field.name} (default: {field.default})"
-            parser.add_argument(f"--{field.name.replace('_', '-')}", help=help, **alone)
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                metavar="|".join(CHOICES.get(field.name, [field.name.upper()])),
+                help=f"as the strategy's option {field.name} (default: {field.default})",
+                **alone,
+            )
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import traceback
 from ..errors import OptionError, SuperpipelineError
 from . import OPTIONS, add_options, given
 
-PACKAGE = os.path.dirname(os.path.dirname(__file__))
-FOLDERS = tuple(os.path.join(folder, "") for folder in (PACKAGE, os.path.dirname(os.__file__)))  # ours and Python's
+# Beginnings of paths of code that is ours or Python's.
+NOT_THE_USERS = (*(os.path.join(os.path.dirname(path), "") for path in (os.path.dirname(__file__), os.__file__)), "<")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +59,8 @@ def _failed(error: SuperpipelineError) -> int:
     An error without any of the user's code is raised again.
     """
     places = traceback.extract_tb(error.__traceback__)
-    installed = (*FOLDERS, "<")
-    own = [one for one in places if not (one.filename.startswith(installed) or f"-packages{os.sep}" in one.filename)]
+    installed = f"-packages{os.sep}"
+    own = [one for one in places if installed not in one.filename and not one.filename.startswith(NOT_THE_USERS)]
     if not own:
         raise error  # it is about this command's own arguments
     sys.stderr.write(f"python -m sp_lightning: {own[-1].filename}:{own[-1].lineno}: {' '.join(str(error).split())}\n")

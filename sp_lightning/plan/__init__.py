@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import OptionError
 from ..host.device import find
 from ..host.rates import measured
-from ..options import HOST_MEMORY, Options, check_choice, is_int, nbytes_or_none
+from ..options import CHOICES, Options, check_choice, is_int, nbytes_or_none
 from . import listed
 from .machines import REACHED, Machine, machine_named
 from .planner import Planner
@@ -66,7 +66,7 @@ def plan(
         host_memory: Bytes of the host. The values of the strategy's option of this name are taken as that.
         **options: Options of ``SuperpipelineStrategy``.
     """
-    if host_memory in HOST_MEMORY:
+    if host_memory in CHOICES["host_memory"]:
         options["host_memory"], host_memory = host_memory, None
     precision = SHORT.get(str(precision), str(precision))
     check_choice("precision", precision, PRECISIONS)

@@ -155,3 +155,10 @@ with contextlib.suppress(SystemExit):
 print((time.process_time() - begin) / imports)
 """
     assert min(float(_python(code).splitlines()[-1]) for _ in range(5)) <= 1.5  # a busy machine adds to it
+
+
+@pytest.mark.parametrize("command", ["plan", "launch"])
+def test_help_names_the_values_of_an_option(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert "--activations keep|recompute|offload|recompute+offload" in " ".join(capsys.readouterr().out.split())
