@@ -205,8 +205,10 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
         self._keep_averages_on_host(trainer)
 
     def _add_callback(self, trainer: Any) -> None:
-        """Add a callback for this run unless the user passed one: before checkpoint callbacks, as Lightning orders
-        them, and without reordering the others."""
+        """Add a SuperpipelineCallback for this run unless the user passed one.
+
+        It goes in front of the first checkpoint callback, as Lightning keeps those last; the others keep their order.
+        """
         callbacks = list(trainer.callbacks)
         if any(isinstance(callback, SuperpipelineCallback) for callback in callbacks):
             self._callback = None

@@ -241,7 +241,7 @@ class SlicedOptimizer:
         code_of_step(self.user)(shadow_of(self.user, groups, state=states, **scaling))
 
     def _runs(self, work: list[StepWork], state: WaitingState, chunk: int) -> Iterator[list[Slice]]:
-        """Cut weights of more than a chunk's elements into slices, and yield runs of about a chunk's elements."""
+        """Cut weights larger than a chunk into slices where `_is_cut` allows it, and yield lists that fill a chunk."""
         run: list[Slice] = []
         room = chunk
         for item in work:

@@ -31,7 +31,7 @@ class RaySuperpipelineStrategy(SuperpipelineStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """The number of shares of the data and this worker's, which Lightning asks of a single worker too (Rule 3)."""
+        """The arguments of Lightning's DistributedSampler; one worker alone has some, too, as in Ray's DDP (Rule 3)."""
         return self._axes.share(self.world_size, self.global_rank)
 
     def _take_devices(self, devices: list[torch.device]) -> list[torch.device]:

@@ -24,11 +24,11 @@ from .lazy import (
     ARRAYS,
     METADATA,
     Lazy,
+    compiles_own_step,
     data_of,
     found_in,
     grad_of,
     has_others,
-    in_own_step,
     set_data,
     set_grad,
     shares_bytes,
@@ -242,7 +242,7 @@ class HostGradient(Lazy, Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA or in_own_step():
+        if func in METADATA or compiles_own_step():
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
         if has_others(types):

@@ -34,8 +34,8 @@ ARRAYS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 own_steps: list[Any] = []  # the optimizer whose own `step` runs on the host now; empty: none
 
 
-def in_own_step() -> bool:
-    """Whether torch compiles an optimizer's own step now, which has waited for its weights and gradients before."""
+def compiles_own_step() -> bool:
+    """Whether torch compiles the user's own `optimizer.step` now, before which all that it reads was waited for."""
     return len(own_steps) > 0 and torch.compiler.is_compiling()  # torch 2.11 compiles no `bool` of a list
 
 
@@ -61,7 +61,7 @@ class Lazy:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        lazy = [] if func in METADATA or in_own_step() else list(found_in((args, kwargs), Lazy))
+        lazy = [] if func in METADATA or compiles_own_step() else list(found_in((args, kwargs), Lazy))
         for tensor in lazy:
             tensor.before()
         with without_dispatch():
@@ -78,7 +78,7 @@ def writes(func: Any) -> bool:
 
 
 def shares_bytes(tensor: Tensor, value: Tensor) -> bool:
-    """Whether a tensor has the same storage as a host tensor."""
+    """Whether ``tensor`` is on the host and has the storage of ``value``, a host tensor."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return False
     return storage_id(tensor.untyped_storage()) == storage_id(value.untyped_storage())

@@ -28,11 +28,11 @@ from .lazy import (
     ARRAYS,
     METADATA,
     Lazy,
+    compiles_own_step,
     data_of,
     found_in,
     grad_of,
     has_others,
-    in_own_step,
     requires_grad_of,
     set_data,
     set_grad,
@@ -89,7 +89,7 @@ class Watched(Lazy):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA or in_own_step():
+        if func in METADATA or compiles_own_step():
             with without_dispatch():
                 return func(*args, **(kwargs or {}))
         graph_break()
@@ -343,7 +343,10 @@ class HostParameter(Watched, nn.Parameter):
         return super().__torch_function__(func, types, args, kwargs)
 
     def set_(self, source: Any, *args: Any) -> Any:
-        """Copy another tensor's values to the weight, as removed parametrizations do; torch does not dispatch it."""
+        """Copy a tensor's values to the weight, for `remove_parametrizations`, whose call torch does not dispatch.
+
+        Any other form of `set_` is torch's own.
+        """
         if args or not isinstance(source, Tensor):
             return super().set_(source, *args)
         _write_data(self, source)
@@ -513,7 +516,10 @@ def _edge_of(param: HostParameter) -> Any:
 
 
 def _write_data(param: HostParameter, data: Tensor) -> None:
-    """Copy data that the user assigns to `.data` into the weight's bytes; views of the user's keep the old bytes."""
+    """Do `param.data = data`: copy the data into the weight's bytes.
+
+    Views that the user holds are moved to a copy of the old bytes first, as in plain torch they keep the old storage.
+    """
     weight = weights.get(id(param))
     if weight is None:  # a copy of a parameter is not streamed
         with without_dispatch():

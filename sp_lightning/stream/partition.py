@@ -368,7 +368,8 @@ class _Auto:
     def _pieces_of(self, module: nn.Module) -> list[_Piece]:
         """Return a module as one piece, or the pieces into which it is cut.
 
-        A module is cut if it holds unit blocks and is none itself, or if it exceeds the limit and comes apart.
+        A module is cut if it has no forward to enter, or holds unit blocks and is none itself. One of more bytes than
+        `self.limit` is cut where `_comes_apart` allows it.
         """
         stands = module in self.unit_blocks or (module not in self.holds_unit_block and _has_forward(module))
         whole = _Piece.of(self.tree, module, is_block=module in self.blocks)
