@@ -10,7 +10,7 @@ from typing import Any
 from torch import optim
 
 from ..stream.leaf import Weight, stepped_already
-from ..stream.parameters import weights
+from ..stream.watched import weights
 
 # Methods of a dict that make an entry, given its key; that look for one; and that take all of them.
 MAKERS = "__getitem__ __setitem__ setdefault".split()

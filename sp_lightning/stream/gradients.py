@@ -181,7 +181,7 @@ class Gradients:
                 window = weight.unit.window
                 was_in_step, window.is_in_step = window.is_in_step, True  # hooks get weights where the gradients are
                 try:
-                    came[weight] = self._hooked(weight, came[weight])
+                    came[weight] = through_hooks(weight.host, came[weight])
                 finally:
                     window.is_in_step = was_in_step
 
@@ -201,16 +201,6 @@ class Gradients:
             for hook in list(hooks_after_accumulation(host).values()):
                 hook(host)
         self._steps.delivered(unit, [weight for weight, _ in sent], is_complete)
-
-    @staticmethod
-    def _hooked(weight: Weight, grad: Tensor) -> Tensor:
-        """Run the user's hooks on a parameter's gradient, and return the gradient that they leave."""
-        with without_dispatch():
-            hooks = list((hooks_of_gradient(weight.host) or {}).values())
-        for hook in hooks:
-            changed = hook(grad)
-            grad = grad if changed is None else changed
-        return grad
 
     def _send(self, unit: Unit, came: dict[Weight, Tensor], here: Any) -> list[tuple[Weight, Any]]:
         """Start to copy a unit's gradients to the host, or keep them on the device; return them in the order of `came`.
@@ -287,6 +277,16 @@ class Gradients:
                     there.content.accumulate(came, self._steps.thread)
                 else:
                     _add_tensors(host, there, came)
+
+
+def through_hooks(param: Tensor, grad: Tensor) -> Tensor:
+    """Run the user's hooks on a parameter's gradient, and return the gradient that they leave."""
+    with without_dispatch():
+        hooks = list((hooks_of_gradient(param) or {}).values())
+    for hook in hooks:
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
 
 
 def _can_take(weight: Weight, came: Any) -> bool:

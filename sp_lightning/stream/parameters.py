@@ -1,38 +1,25 @@
-"""The user's parameters while they are streamed: the same objects, with a class whose functions wait for the bytes.
-
-Between steps they are host tensors. Inside a step they are the device's: where autograd records what is read of them,
-where a function gets them together with tensors on the device, inside the call of a streamed module, and in the code of
-a Trainer's step, unless a function gets them together with tensors on the host.
-"""
+"""The user's parameters while they are streamed: the same objects, with a class whose functions wait for the bytes."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import weakref
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.multiprocessing.reductions import reduce_tensor
 
-from ..compat.dynamo import compilation, graph_break
+from ..compat.dynamo import compilation
 from ..compat.tensors import IS_PARAMETER, is_dtensor, is_dtensor_class, local_of, over_spec, spec_of
-from ..compat.torch import hooks_of_gradient, storage_id, tree_map_only, without_dispatch
+from ..compat.torch import tree_map_only, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
-from .gradients import backwards, recover
+from .gradients import backwards, recover, through_hooks
 from .host_gradient import HostGradient, release_gradient
 from .lazy import (
-    ARRAYS,
     METADATA,
-    Lazy,
-    compiles_own_step,
     data_of,
     found_in,
     grad_of,
-    has_others,
     requires_grad_of,
     set_data,
     set_grad,
@@ -40,251 +27,15 @@ from .lazy import (
     shares_bytes,
     writes,
 )
-from .leaf import NO_CONTEXT, Weight, call_with_leaves, check_form, graph_after_close, has_form_of, using, version_of
+from .leaf import Weight, check_form, graph_after_close, using, version_of
 from .shards import on_host
 from .unit import Unit
+from .watched import Watched, is_in_own_call, is_inside_step, sync_requires_grad, weights
 
-weights: dict[int, Weight] = {}  # streamed weights, by the id of the parameter
 wholes: dict[int, Unit] = {}  # units of parameters that consist of several tensors, by the id of the parameter
 
 PLACE: set[Any] = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
-# Functions that make a tensor like a weight, and record nothing. Adagrad makes its state by `full_like`.
-MAKING = {torch.rand_like, torch.randn_like, torch.randint_like, torch.full_like}
 FREEZING = {Tensor.requires_grad_, set_requires_grad}
-MOVING = {Tensor.to, Tensor.cuda}  # functions by which modules move their parameters
-STRIDING = {Tensor.as_strided, torch.as_strided}
-
-# Functions that are about the bytes on the host, also where autograd would record them.
-ON_HOST: set[Any] = {*ARRAYS, data_of, Tensor.detach, Tensor.detach_, Tensor.data_ptr, Tensor.untyped_storage}
-ON_HOST |= {
-    Tensor.storage,
-    Tensor.tolist,
-    Tensor.item,
-    Tensor.__reduce_ex__,
-    Tensor.__deepcopy__,
-    Tensor.__repr__,
-    Tensor.is_contiguous,
-}
-ON_HOST |= {
-    Tensor.copy_,
-    Tensor.is_shared,
-    Tensor.share_memory_,
-    Tensor.get_device,
-    Tensor.__format__,
-    Tensor.is_set_to,
-}
-
-
-class Watched(Lazy):
-    """A mixin for tensors over a weight's host bytes: functions of them and of their views wait for a pending step."""
-
-    alias_of: Weight | None = None  # the weight over whose bytes this tensor is; None for the parameter itself
-
-    def weight_of(self) -> Weight | None:
-        """Return the streamed weight that has this tensor's bytes; None for a copy, or once the stream has ended."""
-        if (own := weights.get(id(self))) is not None:
-            return own
-        weight = self.alias_of
-        return weight if weight is not None and weights.get(id(weight.host)) is weight else None
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA or compiles_own_step():
-            with without_dispatch():
-                return func(*args, **(kwargs or {}))
-        graph_break()
-        if has_others(types):
-            return NotImplemented
-        is_own = _is_in_own_call(args[0] if args else None)
-        if not is_own and (func in ON_HOST or not _is_inside_step(func, args, kwargs)):
-            return super().__torch_function__(func, types, args, kwargs)
-        has_leaves, is_read = False, not writes(func) and "out" not in (kwargs or {})
-        units: list[Unit] = []
-        hosts: dict[int, Any] = {}  # the arguments that leaves replace, by the ids of the leaves
-
-        def on_device(tensor: Any) -> Any:
-            """Return the leaf or device tensor that the function gets in an argument's place."""
-            nonlocal has_leaves
-            weight = tensor.weight_of() if isinstance(tensor, Watched) else None
-            if weight is None:
-                return _to_device(here, tensor) if is_read else tensor
-            if tensor is not weight.host:
-                tensor.before()
-                with without_dispatch():
-                    return tensor.to(weight.leaf.device)
-            _sync_requires_grad(weight)
-            if weight.is_shard:
-                units.append(weight.unit)
-            else:
-                has_leaves = True
-            hosts[id(weight.leaf)] = tensor
-            return weight.leaf
-
-        first = args[0] if args else None
-        watched = found_in((args, kwargs), Watched)
-        here = next((weight.leaf.device for each in watched if (weight := each.weight_of()) is not None), None)
-        args, kwargs = tree_map_only(Tensor, on_device, (args, kwargs or {}))
-        if func in STRIDING and isinstance(first, HostParameter) and (weight := first.weight_of()) is not None:
-            args, kwargs = _as_strided_arguments(weight, *args, **kwargs)
-        with without_dispatch(), using(units) if units else NO_CONTEXT:
-            result = call_with_leaves(func, args, kwargs) if has_leaves else func(*args, **kwargs)
-            if isinstance(first, HostParameter) and (weight := first.weight_of()) is not None:
-                given = weight.lent if weight.is_lent else storage_id(weight.leaf.untyped_storage())
-                _note_views(weight, result, given)
-        # The parameter and not its leaf: nothing would keep the leaf's unit on the device for the next function.
-        return hosts.get(id(result), result) if isinstance(result, Tensor) else result
-
-    def before(self) -> None:
-        """Wait for pending steps of the unit and copies of its slab, so that the host may use the bytes."""
-        if (weight := self.weight_of()) is not None:
-            weight.unit.before_host_access(weight)
-
-    def after(self, func: Any, result: Any) -> None:
-        """Note writes by arrays and copies by `weight.to`, and make results over the same bytes wait as well."""
-        if (weight := self.weight_of()) is None:
-            return
-        if func in ARRAYS:
-            weight.unit.epoch += 1  # the user is about to write
-            weight.unit.is_exposed = True
-        if func in MOVING and id(self) == id(weight.host) and has_form_of(weight, result):
-            weight.moved = weakref.ref(result)
-        for tensor in result if isinstance(result, (list, tuple)) else (result,):
-            if type(tensor) is Tensor and shares_bytes(tensor, weight.value):
-                tensor.__class__ = Alias
-                tensor.alias_of, tensor.version = weight, version_of(tensor)  # type: ignore[attr-defined]
-                is_detached = func is Tensor.detach and id(self) == id(weight.host)
-                tensor.is_detached = is_detached  # type: ignore[attr-defined]
-                weight.aliases[id(tensor)] = tensor
-
-
-class Alias(Watched, Tensor):
-    """A tensor of the user's over a weight's host bytes, such as a view or `weight.detach()`."""
-
-    version: int  # its version when a write was noted last
-    is_detached: bool  # whether it is `weight.detach()`
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Set `requires_grad`. A `weight.detach()` becomes a parameter, as `nn.Parameter(weight)` expects."""
-        with without_dispatch():
-            super().requires_grad_(requires_grad)
-        if (weight := self.alias_of) is not None:
-            weight.aliases.pop(id(self), None)  # torch swaps no tensor that something refers to weakly
-            if self.is_detached:
-                self.__class__ = type(weight.host)  # type: ignore[assignment]
-        return self
-
-    def keep(self, before: Tensor) -> None:
-        """Move this view to memory with the weight's old bytes: the weight is about to get other data."""
-        form = self.storage_offset(), self.size(), self.stride()
-        set_data(self, torch.empty(0, dtype=self.dtype, device=before.device).set_(before.untyped_storage(), *form))
-        self.alias_of = None
-
-    def after(self, func: Any, result: Any) -> None:
-        """Note writes to this view, after which the unit on the device is stale."""
-        super().after(func, result)
-        if (weight := self.weight_of()) is not None and version_of(self) != self.version:
-            self.version = version_of(self)
-            weight.unit.epoch += 1  # a view by `.data` has a version of its own
-
-    def plain(self) -> Tensor:
-        """Wait for the bytes, and return a plain tensor over them."""
-        self.before()
-        with without_dispatch():
-            return self.detach().requires_grad_(self.requires_grad) if self.is_leaf else self.view_as(self)
-
-    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
-        return repr(self.plain())  # as a plain run prints it
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self)] = copy.deepcopy(self.plain(), memo)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-class LeafView(Tensor):
-    """A view of a weight on the device that the user's code made outside of any call, where autograd records.
-
-    Functions find the weight's current bytes in it, and their writes to it reach the weight. Its `.data` is the host's.
-    """
-
-    weight: Weight
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        views = [] if func in METADATA else list(found_in((args, kwargs), LeafView))
-        with without_dispatch():
-            for view in views:
-                view.renew()
-            versions = [view._version for view in views]
-            result = func(*args, **(kwargs or {}))
-            for view, version in zip(views, versions, strict=True):
-                if view._version != version:
-                    view.weight.keep_written(view)
-            if views:
-                _note_views(views[0].weight, result, storage_id(views[0].untyped_storage()))
-            return result
-
-    def renew(self) -> None:
-        """Bring the unit to the device, and point this view at the weight's current bytes there."""
-        weight = self.weight
-        if weights.get(id(weight.host)) is not weight:
-            return
-        unit = weight.unit
-        unit.window.visit(unit)
-        now = weight.value.to(weight.there.device) if weight.is_lent else unit.memory.flat
-        set_data(self, now.view(self.dtype).as_strided(self.size(), self.stride(), self.storage_offset()))
-
-    @property
-    def data(self) -> Tensor:
-        """The same elements of the weight's host bytes."""
-        begin = 0 if self.weight.is_lent else self.weight.at // self.itemsize
-        at = self.storage_offset() - begin
-        return self.weight.host.detach().view(self.dtype).as_strided(self.size(), self.stride(), at)
-
-    @data.setter
-    def data(self, data: Tensor) -> None:
-        set_data(self, data)
-
-
-def _to_device(device: torch.device | None, tensor: Any) -> Any:
-    """Copy a host tensor to the device if a function gets it together with a weight there; a 0-d tensor stays."""
-    if device is None or not tensor.ndim or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        return tensor
-    if isinstance(tensor, HostGradient):
-        tensor = tensor.plain()
-    with without_dispatch():
-        return tensor.to(device)
-
-
-def _as_strided_arguments(weight: Weight, leaf: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    """Return the arguments of `as_strided` for a leaf: the offset is moved from the host's storage to the unit's."""
-    if storage_offset is not None and not weight.is_lent:  # a tensor lent in the host's type has its own storage
-        storage_offset += weight.form[2] - weight.value.storage_offset()
-    return (leaf, size, stride, storage_offset), {}
-
-
-def _note_views(weight: Weight, result: Any, storage: int) -> None:
-    """Make results `LeafView`s that are in the storage that a function got for a weight, outside of calls.
-
-    Storages are compared because a view in another type has no base.
-    """
-    if weight.unit.window.is_in_call:
-        return
-    for view in result if isinstance(result, (list, tuple)) else (result,):
-        is_strided = type(view) is Tensor and view.layout is torch.strided
-        if is_strided and storage_id(view.untyped_storage()) == storage:
-            view.__class__ = LeafView
-            view.weight = weight
-
-
-def _reduce_alias(alias: Alias) -> Any:
-    """Pickle a copy of a weight's view for another process: to share the view would move bytes out of the slab."""
-    return reduce_tensor(alias.plain().clone())  # type: ignore[no-untyped-call]
-
-
-ForkingPickler.register(Alias, _reduce_alias)
 
 
 class HostParameter(Watched, nn.Parameter):
@@ -295,14 +46,14 @@ class HostParameter(Watched, nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The weight's bytes: the leaf's during a call of its unit, else the host's."""
-        if _is_in_own_call(self):
+        if is_in_own_call(self):
             return weights[id(self)].leaf.data
         found: Tensor = super().__torch_function__(data_of, (), (self,))
         return found
 
     @data.setter
     def data(self, data: Tensor) -> None:
-        if _is_in_own_call(self):
+        if is_in_own_call(self):
             weights[id(self)].leaf.data = data
         else:
             _write_data(self, data)
@@ -334,7 +85,7 @@ class HostParameter(Watched, nn.Parameter):
                     return func(weight.leaf if window.is_in_call or window.is_in_step else args[0])
                 result = func(*args, **(kwargs or {}))
                 if func in FREEZING and (weight := weights.get(id(args[0]))) is not None:
-                    _sync_requires_grad(weight)
+                    sync_requires_grad(weight)
                 return result
         if func is torch.autograd.grad:
             return _differentiate(*args, **(kwargs or {}))
@@ -421,11 +172,11 @@ class HostShard(Watched):
     def to_local(self, **kwargs: Any) -> Tensor:
         """Return the local shard: on the device inside a step, where functions of torch get it, else on the host."""
         weight = self.weight_of()
-        if weight is None or not _is_inside_step(torch.add, (self,), {}):
+        if weight is None or not is_inside_step(torch.add, (self,), {}):
             self.before()
             return super().to_local(**kwargs)  # type: ignore[misc,no-any-return]
         with using([weight.unit]):
-            _sync_requires_grad(weight)
+            sync_requires_grad(weight)
             return weight.leaf.to_local(**kwargs)  # type: ignore[attr-defined,no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -454,57 +205,15 @@ def _name_of(param: Any) -> str:
     return weights[id(param)].name if id(param) in weights else type(param).__name__
 
 
-def _is_in_own_call(tensor: Any) -> bool:
-    """Whether a tensor is a streamed parameter with a call of its unit under way, when its bytes are the leaf's."""
-    weight = weights.get(id(tensor))
-    return weight is not None and bool(weight.unit.depth)
-
-
-def _is_inside_step(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function gets weights on the device and not on the host: the rule is at the top of this file."""
-    if (
-        func not in MAKING
-        and torch.is_grad_enabled()
-        and any(tensor.requires_grad for tensor in found_in((args, kwargs), Watched))
-    ):
-        return True
-    tensors = list(found_in((args, kwargs), Tensor))
-    watched = [each for each in tensors if isinstance(each, Watched)]
-    found = [weight for each in watched if (weight := each.weight_of()) is not None]
-    if any(weight.unit.window.is_in_call for weight in found):
-        return True
-    where = {weight.leaf.device for weight in found}
-    others = {each.device for each in tensors if each.ndim and not isinstance(each, Watched)}
-    if others:
-        return any(device.type != "cpu" for device in where & others)
-    is_in_step = any(weight.unit.window.is_in_step for weight in found)
-    return is_in_step and all(id(each) in weights for each in watched)  # writes to an alias go to the host
-
-
-def _sync_requires_grad(weight: Weight) -> None:
-    """Set `requires_grad` of a leaf to that of its parameter, and count the unit's weights that train."""
-    if requires_grad_of(weight.leaf) != weight.host.requires_grad:
-        set_requires_grad(weight.leaf, weight.host.requires_grad)
-        weight.unit.trained += 1 if weight.host.requires_grad else -1  # gradients are sent when this many have arrived
-
-
 def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Implement `torch.autograd.grad` for parameters among the inputs: gradients of leaves, passed through hooks."""
     edges = tree_map_only(HostParameter, _edge_of, inputs)
     found = torch.autograd.grad(outputs, edges, *args, **kwargs)
     params = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     return tuple(
-        _hooked(param, grad) if grad is not None and isinstance(param, HostParameter) else grad
+        through_hooks(param, grad) if grad is not None and isinstance(param, HostParameter) else grad
         for param, grad in zip(params, found, strict=True)
     )
-
-
-def _hooked(param: HostParameter, grad: Tensor) -> Tensor:
-    """Run the user's hooks on a parameter's gradient, and return the gradient that they leave."""
-    for hook in list((hooks_of_gradient(param) or {}).values()):
-        changed = hook(grad)
-        grad = grad if changed is None else changed
-    return grad
 
 
 def _edge_of(param: HostParameter) -> Any:
