@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import optim
 
-from ..stream.leaf import Weight, stepped_already
-from ..stream.watched import weights
+from ..stream.leaf import Weight, stepped_already, weights
 
 # Methods of a dict that make an entry, given its key; that look for one; and that take all of them.
 MAKERS = "__getitem__ __setitem__ setdefault".split()

@@ -31,10 +31,9 @@ from ..store.store import Store
 from ..stream.gradients import recover
 from ..stream.host_gradient import GradientBytes, HostGradient
 from ..stream.lazy import grad_of, own_steps
-from ..stream.leaf import Weight
+from ..stream.leaf import Weight, weights
 from ..stream.parameters import unit_of
 from ..stream.unit import Unit
-from ..stream.watched import weights
 from .compiled import say_torch_steps
 from .filed import FiledSteps
 from .half_applied import EarlySteps, Outcome, check_step, note_loaded, refuse_later_steps

@@ -308,6 +308,8 @@ def _on_host(value: Any, moved: list[BroughtDown]) -> Any:
     if isinstance(value, Tensor):
         if value.device.type == "cpu":
             return value
+        if isinstance(value, Lazy):
+            value.before()
         with without_dispatch():
             here = value.to("cpu")
         moved.append(BroughtDown(value, here, version_of(here)))
@@ -360,7 +362,7 @@ def _norms(gradients: Any, ord: Any = 2, *rest: Any, **kwargs: Any) -> Any:
         return NotImplemented
     contents = [gradient.content for gradient in gradients]
     found = [content.find_norm(lambda there: norms_of_all([there], ord)[0], ord == 2) for content in contents]
-    return [norm.as_subclass(Norm) for norm in found]
+    return tuple(norm.as_subclass(Norm) for norm in found)
 
 
 def _multiply(gradients: Any, factor: Any = None, **kwargs: Any) -> Any:

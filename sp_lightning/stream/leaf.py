@@ -25,7 +25,7 @@ from ..compat.dynamo import compilation, graph_break
 from ..compat.torch import at_end_of_backward, graph_task, storage_id, tree_map_only, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
-from .lazy import METADATA, data_of, found_in
+from .lazy import METADATA, Lazy, data_of, found_in, set_data
 from .slots import Slot
 
 DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward}  # functions that ask for gradients of leaves
@@ -134,6 +134,9 @@ class Weight:
             f"{self.name} was written on the device, where it is {self.dtype} for {what} and the write would be lost:"
             f" set {option}, or write to it between steps"
         )
+
+
+weights: dict[int, Weight] = {}  # streamed weights, by the id of the parameter
 
 
 class Leaf(nn.Parameter):
@@ -338,6 +341,71 @@ def written_between(name: str) -> ExactnessError:
     )
 
 
+class LeafView(Lazy, Tensor):
+    """A view of a weight on the device that the user's code made outside of the weight's own module.
+
+    Functions find the weight's current bytes in it, and their writes to it reach the weight. Its `.data` is the host's.
+    """
+
+    weight: Weight
+    version: int  # before the function that has it now
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, Lazy) and not issubclass(kind, LeafView) for kind in types):
+            return NotImplemented  # parameters and gradients decide where the function runs
+        with using(units_of_views(args, kwargs)):
+            return super().__torch_function__(func, types, args, kwargs)
+
+    def before(self) -> None:
+        """Bring the unit to the device, and point this view at the weight's current bytes there."""
+        weight = self.weight
+        with without_dispatch():
+            if weights.get(id(weight.host)) is weight:
+                unit = weight.unit
+                unit.window.visit(unit)
+                now = weight.value.to(weight.there.device) if weight.is_lent else unit.memory.flat
+                set_data(self, now.view(self.dtype).as_strided(self.size(), self.stride(), self.storage_offset()))
+            self.version = version_of(self)
+
+    def after(self, func: Any, result: Any) -> None:
+        """Keep a write to this view as one to the weight, and have views of it answer as it does."""
+        if version_of(self) != self.version:
+            self.weight.keep_written(self)
+        note_views(self.weight, result, storage_id(self.untyped_storage()))
+
+    @property
+    def data(self) -> Tensor:
+        """The same elements of the weight's host bytes."""
+        begin = 0 if self.weight.is_lent else self.weight.at // self.itemsize
+        at = self.storage_offset() - begin
+        return self.weight.host.detach().view(self.dtype).as_strided(self.size(), self.stride(), at)
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        set_data(self, data)
+
+
+def units_of_views(args: Any, kwargs: Any) -> list[Any]:
+    """Return the units whose weights the views among a function's arguments show, and which may be written."""
+    views = [view for view in found_in((args, kwargs), LeafView) if weights.get(id(view.weight.host)) is view.weight]
+    return list(dict.fromkeys(view.weight.unit for view in views))
+
+
+def note_views(weight: Weight, result: Any, storage: int) -> None:
+    """Make results `LeafView`s that are in the storage that a function got for a weight, outside of its unit's calls.
+
+    Storages are compared because a view in another type has no base.
+    """
+    if weight.unit.depth:
+        return
+    for view in result if isinstance(result, (list, tuple)) else (result,):
+        is_strided = type(view) is Tensor and view.layout is torch.strided
+        if is_strided and storage_id(view.untyped_storage()) == storage:
+            view.__class__ = LeafView
+            view.weight = weight
+
+
 def version_of(tensor: Tensor) -> int:
     """Return a tensor's version; -1 for a tensor of inference mode, which has none."""
     return -1 if tensor.is_inference() else tensor._version
@@ -383,6 +451,8 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
                 weight.keep_written(made)
             if result is made:
                 result = weight.leaf
+            else:
+                note_views(weight, result, storage_id(made.untyped_storage()))
     return result
 
 

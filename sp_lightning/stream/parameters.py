@@ -27,10 +27,10 @@ from .lazy import (
     shares_bytes,
     writes,
 )
-from .leaf import Weight, check_form, graph_after_close, using, version_of
+from .leaf import Weight, check_form, graph_after_close, using, version_of, weights
 from .shards import on_host
 from .unit import Unit
-from .watched import Watched, is_in_own_call, is_inside_step, sync_requires_grad, weights
+from .watched import Watched, is_in_own_call, is_inside_step, sync_requires_grad
 
 wholes: dict[int, Unit] = {}  # units of parameters that consist of several tensors, by the id of the parameter
 

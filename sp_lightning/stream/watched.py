@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from ..compat.dynamo import graph_break
-from ..compat.torch import storage_id, tree_map_only, without_dispatch
+from ..compat.torch import tree_map_only, without_dispatch
 from .host_gradient import HostGradient
 from .lazy import (
     ARRAYS,
@@ -33,13 +33,22 @@ from .lazy import (
     shares_bytes,
     writes,
 )
-from .leaf import NO_CONTEXT, Weight, call_with_leaves, has_form_of, using, version_of
+from .leaf import (
+    NO_CONTEXT,
+    LeafView,
+    Weight,
+    call_with_leaves,
+    has_form_of,
+    units_of_views,
+    using,
+    version_of,
+    weights,
+)
 from .unit import Unit
 
-weights: dict[int, Weight] = {}  # streamed weights, by the id of the parameter
-
-# Functions that make a tensor like a weight, and record nothing. Adagrad makes its state by `full_like`.
-MAKING = {torch.rand_like, torch.randn_like, torch.randint_like, torch.full_like}
+# Functions that make a tensor like a weight, and record nothing: state, by `full_like`, and sums of gradients, by
+# `zeros_like`. `ones_like` is not among them: a mask of pruning meets what was computed of the weight.
+MAKING = {torch.rand_like, torch.randn_like, torch.randint_like, torch.full_like, torch.zeros_like, torch.empty_like}
 MOVING = {Tensor.to, Tensor.cuda}  # functions by which modules move their parameters
 STRIDING = {Tensor.as_strided, torch.as_strided}
 
@@ -89,7 +98,8 @@ class Watched(Lazy):
             return super().__torch_function__(func, types, args, kwargs)
         has_leaves, is_read = False, not writes(func) and "out" not in (kwargs or {})
         units: list[Unit] = []
-        hosts: dict[int, Any] = {}  # the arguments that leaves replace, by the ids of the leaves
+        hosts: dict[int, Any] = {}  # the arguments that leaves and copies replace, by the ids of these
+        copies: list[tuple[Any, Tensor, int]] = []  # of views of the user's on the device, and their versions
 
         def on_device(tensor: Any) -> Any:
             """Return the leaf or device tensor that the function gets in an argument's place."""
@@ -100,7 +110,10 @@ class Watched(Lazy):
             if tensor is not weight.host:
                 tensor.before()
                 with without_dispatch():
-                    return tensor.to(weight.leaf.device)
+                    copied = tensor.to(weight.leaf.device)
+                copies.append((tensor, copied, version_of(copied)))
+                hosts[id(copied)] = tensor
+                return copied
             sync_requires_grad(weight)
             if weight.is_shard:
                 units.append(weight.unit)
@@ -116,10 +129,18 @@ class Watched(Lazy):
         own = None if (weight := weights.get(id(first))) is None or weight.is_shard else weight
         if func in STRIDING and own is not None:
             args, kwargs = _as_strided_arguments(own, *args, **kwargs)
+        views = list(found_in((args, kwargs), LeafView))
+        units += units_of_views(args, kwargs) if views else []
         with without_dispatch(), using(units) if units else NO_CONTEXT:
+            for view in views:
+                view.before()
             result = call_with_leaves(func, args, kwargs) if has_leaves else func(*args, **kwargs)
-            if own is not None:
-                _note_views(own, result, own.lent if own.is_lent else storage_id(own.leaf.untyped_storage()))
+            for view in views:
+                view.after(func, result)
+        for alias, copied, version in copies:
+            if version_of(copied) != version:
+                with torch.no_grad():
+                    alias.copy_(copied)  # with dispatch: the unit notes the write
         # The parameter and not its leaf: nothing would keep the leaf's unit on the device for the next function.
         return hosts.get(id(result), result) if isinstance(result, Tensor) else result
 
@@ -192,51 +213,6 @@ class Alias(Watched, Tensor):
         return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-class LeafView(Tensor):
-    """A view of a weight on the device that the user's code made outside of any call, where autograd records.
-
-    Functions find the weight's current bytes in it, and their writes to it reach the weight. Its `.data` is the host's.
-    """
-
-    weight: Weight
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        views = [] if func in METADATA else list(found_in((args, kwargs), LeafView))
-        with without_dispatch():
-            for view in views:
-                view.renew()
-            versions = [view._version for view in views]
-            result = func(*args, **(kwargs or {}))
-            for view, version in zip(views, versions, strict=True):
-                if view._version != version:
-                    view.weight.keep_written(view)
-            if views:
-                _note_views(views[0].weight, result, storage_id(views[0].untyped_storage()))
-            return result
-
-    def renew(self) -> None:
-        """Bring the unit to the device, and point this view at the weight's current bytes there."""
-        weight = self.weight
-        if weights.get(id(weight.host)) is not weight:
-            return
-        unit = weight.unit
-        unit.window.visit(unit)
-        now = weight.value.to(weight.there.device) if weight.is_lent else unit.memory.flat
-        set_data(self, now.view(self.dtype).as_strided(self.size(), self.stride(), self.storage_offset()))
-
-    @property
-    def data(self) -> Tensor:
-        """The same elements of the weight's host bytes."""
-        begin = 0 if self.weight.is_lent else self.weight.at // self.itemsize
-        at = self.storage_offset() - begin
-        return self.weight.host.detach().view(self.dtype).as_strided(self.size(), self.stride(), at)
-
-    @data.setter
-    def data(self, data: Tensor) -> None:
-        set_data(self, data)
-
-
 def _to_device(device: torch.device | None, tensor: Any) -> Any:
     """Copy a host tensor to the device if a function gets it together with a weight there; a 0-d tensor stays."""
     if device is None or not tensor.ndim or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
@@ -252,20 +228,6 @@ def _as_strided_arguments(weight: Weight, leaf: Any, size: Any, stride: Any, sto
     if storage_offset is not None and not weight.is_lent:  # a tensor lent in the host's type has its own storage
         storage_offset += weight.form[2] - weight.value.storage_offset()
     return (leaf, size, stride, storage_offset), {}
-
-
-def _note_views(weight: Weight, result: Any, storage: int) -> None:
-    """Make results `LeafView`s that are in the storage that a function got for a weight, outside of calls.
-
-    Storages are compared because a view in another type has no base.
-    """
-    if weight.unit.window.is_in_call:
-        return
-    for view in result if isinstance(result, (list, tuple)) else (result,):
-        is_strided = type(view) is Tensor and view.layout is torch.strided
-        if is_strided and storage_id(view.untyped_storage()) == storage:
-            view.__class__ = LeafView
-            view.weight = weight
 
 
 def _reduce_alias(alias: Alias) -> Any:
@@ -296,7 +258,8 @@ def is_inside_step(func: Any, args: Any, kwargs: Any) -> bool:
     if any(weight.unit.window.is_in_call for weight in found):
         return True
     where = {weight.leaf.device for weight in found}
-    others = {each.device for each in tensors if each.ndim and not isinstance(each, Watched)}
+    plain = [each for each in tensors if not isinstance(each, Watched)]
+    others = {each.device for each in plain if each.ndim or each.device.type != "cpu"}  # a number is on the host
     if others:
         return any(device.type != "cpu" for device in where & others)
     is_in_step = any(weight.unit.window.is_in_step for weight in found)

@@ -42,6 +42,69 @@ def penalised_outside_of_their_modules(run, model):
     return run.loop(model, step)
 
 
+WRITES = [
+    lambda p, g: p.data.sub_(g),
+    lambda p, g: p.data.mul_((g > 0).float()),
+    lambda p, g: p.data.view(-1).lerp_(g.view(-1), 0.1),
+    lambda p, g: p.data.__setitem__(0, g[0]),
+    lambda p, g: p.data.masked_fill_(g > 0, 0.5),
+    lambda p, g: p.detach().sub_(g),
+    lambda p, g: torch._foreach_sub_([p.data], [g]),
+    lambda p, g: torch.sub(p.data, g, out=p.data),
+    lambda p, g: p.view(-1).sub_(g.view(-1)),
+    lambda p, g: p[1:].copy_(g[1:]),
+    lambda p, g: p.mul_(1 - g.mean()),  # a number on the device
+]
+
+
+@program(Net, "keep", "recompute")
+def written_with_what_is_on_the_device(run, model):
+    """In a plain run weights are there as well; views of them on the host are not."""
+    seen = []
+    for i, write in enumerate(WRITES):
+        params = list(model.parameters())
+        loss = model(run.x(i)).square().mean()
+        for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+            with torch.no_grad():
+                write(param, 0.1 * grad)
+        seen.append(loss.detach().clone())
+    return seen
+
+
+class Momentum(Net):
+    """A net whose forward averages its weights into a second one, through views."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow = nn.ModuleList(Block() for _ in self.blocks).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for mine, fast in zip(self.slow.parameters(), self.blocks.parameters(), strict=True):
+                mine.view(-1).lerp_(fast.view(-1), 0.1)
+                mine.detach()[0] *= 0.9
+        x = self.emb(x)
+        for block, slow in zip(self.blocks, self.slow, strict=True):
+            x = block(x) + slow(x)
+        return self.head(x)
+
+
+@program(Momentum, "keep", "recompute", "offload")
+def averaged_by_the_forward_of_their_parent(run, model):
+    return run.loop(model)
+
+
+@program(Net, "keep", "recompute", "offload")
+def penalised_by_views_of_several(run, model):
+    def step(model, optimizer, i):
+        one, two = model.blocks[0], model.blocks[1]
+        both = torch.cat([p.flatten() for p in model.parameters()]).abs().sum()
+        pairs = (one.up.weight.t() @ two.up.weight).square().mean() + torch.outer(one.up.bias[:4], two.up.bias).mean()
+        return run.train(model(run.x(i)).square().mean() + 1e-3 * (both + pairs), optimizer)
+
+    return run.loop(model, step)
+
+
 @program()
 def given_to_functional_call(run, model):
     def step(model, optimizer, i):
