@@ -314,6 +314,10 @@ class Handle:
         self.window.begin(self.units, self.room)
         kept_in = self.room if makes_trips else None
         self._gradients = self.team.gradients(self.device, self.steps, self.units, kept_in)
+        self.team.check_alike(
+            [f"{weight} in {unit.name}" for unit in self.units for weight in unit.weights],
+            "Make the same model on all of them, and load frozen weights from the same files before it is streamed",
+        )
         self.team.share_units(self.units, self.device)
         for unit in self.units:
             self._connect(unit)
@@ -421,7 +425,12 @@ class Handle:
             "disk= or host_budget=": options.uses_files,
         }
         wholes = [whole for unit in cut for whole in unit.wholes if isinstance(whole, Sharded)]
-        self.team.check_shards([f"{whole.name} ({whole.shard_name()})" for whole in wholes])
+        shards = [f"the shard {whole.name} ({whole.shard_name()})" for whole in wholes]
+        self.team.check_alike(
+            shards,
+            "Ranks whose gradients are exchanged have the same shards: pass the group of the mesh's data axis, or"
+            " tensor_parallel_size= to a strategy",
+        )
         check_supported(cut, self.device.torch_device, refused)
 
     @staticmethod

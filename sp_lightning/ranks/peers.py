@@ -34,8 +34,8 @@ class Alone:
         """Make the object that brings gradients to the user's parameters."""
         return Gradients(device, steps, room)
 
-    def check_shards(self, shards: list[str]) -> None:
-        """Raise unless all ranks have the same shards of DTensors. Collective; does nothing for one device."""
+    def check_alike(self, weights: list[str], advice: str) -> None:
+        """Raise unless all ranks describe their weights in the same way. Collective; does nothing for one device."""
 
     def share_units(self, units: list[Unit], device: Device) -> None:
         """Copy the first rank's weights to all ranks. Collective; does nothing for one device."""

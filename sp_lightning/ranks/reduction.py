@@ -95,6 +95,7 @@ class Exchanged(NamedTuple):
     home: Any  # the stream on which `sent` was allocated
     got: Tensor  # this rank's part of the gradients, one row from each rank
     work: Any
+    kept: dict[Weight, Tensor]  # copies of the means in `.grad` of weights that this rank's backward did not reach
 
 
 class Turns:
@@ -105,7 +106,8 @@ class Turns:
         self.ready: dict[Unit, tuple[dict[Weight, Tensor], bool]] = {}
         self.under_way: collections.deque[Exchanged] = collections.deque()
         self.reached: list[bool] = []  # for all weights that were sent, whether this rank reached them
-        self.unsure: list[tuple[int, Unit, Weight, Any]] = []  # weights that only other ranks may have reached
+        # Weights that only other ranks may have reached, with the new mean and a copy of the one in `.grad`.
+        self.unsure: list[tuple[int, Unit, Weight, Any, Tensor | None]] = []
 
 
 def trained(unit: Unit) -> tuple[Weight, ...]:
@@ -124,7 +126,8 @@ class SharedGradients(Gradients):
         self._sums = Ring()
         self._turns: dict[Backward, Turns] = {}
         self._messages: dict[tuple[Weight, ...], Message] = {}
-        self._shown: dict[Weight, weakref.ref[Any]] = {}  # the gradient over shared means that the user got last
+        # The gradient over shared means that the user got last, and its bytes, of which there may be views.
+        self._shown: dict[Weight, tuple[weakref.ref[Any], GradientBytes]] = {}
 
     # ---- turns
 
@@ -168,9 +171,12 @@ class SharedGradients(Gradients):
             return
         reached = flags.tolist()
         by_unit: dict[Unit, list[tuple[Weight, Any]]] = {}
-        for at, unit, weight, content in turns.unsure:
+        for at, unit, weight, content, kept in turns.unsure:
             if reached[at]:
                 by_unit.setdefault(unit, []).append((weight, content))
+            elif kept is not None:  # the exchange has divided and summed it again, which rounds
+                with torch.no_grad(), without_dispatch():
+                    grad_of(weight.host).content.wait_true().copy_(kept)
         for unit, sent in by_unit.items():
             self._deliver(backward, unit, sent, is_complete=False)
 
@@ -179,11 +185,19 @@ class SharedGradients(Gradients):
     def _detach_kept_means(self, unit: Unit) -> None:
         """Give the last means that the user has kept memory of their own: the exchange overwrites the shared memory."""
         with without_dispatch(), torch.no_grad():
+            are_exposed = False
             for weight in unit.weights:
-                kept = self._shown[weight]() if weight in self._shown else None
-                if kept is not None and kept is not grad_of(weight.host):
-                    set_data(kept, kept.content.wait_true().clone())
+                shown, content = self._shown.get(weight, (lambda: None, None))
+                if content is None or ((kept := shown()) is not None and kept is grad_of(weight.host)):
+                    continue
+                are_exposed |= content.is_exposed
+                if kept is not None and kept.content is content:
+                    set_data(kept, content.full if content.is_exposed else content.wait_true().clone())
                     kept.content = None
+                del self._shown[weight]
+            message = self._messages.get(trained(unit))
+            if are_exposed and message is not None and message.means is not None:
+                message.means = self._team.slabs.renewed(message.means)
 
     def _message_of(self, unit: Unit) -> Message:
         """Return the layout of a unit's message; allocate shared memory for means at its first use, on all ranks."""
@@ -202,6 +216,10 @@ class SharedGradients(Gradients):
         with torch.no_grad(), without_dispatch():
             message = self._message_of(unit)
             reached = [weight in came or self._is_local(weight) for weight in message.whose]
+            kept = {}
+            for weight, is_reached in zip(message.whose, reached, strict=True):
+                if not is_reached and message.means is not None and grad_of(weight.host) is not None:
+                    kept[weight] = grad_of(weight.host).content.wait_true().clone()
             sent = self._device.empty(message.size * self._team.local)
             for weight, place in zip(message.whose, message.views(sent), strict=True):
                 total = self._total_with_grad(weight, came.get(weight))
@@ -212,7 +230,7 @@ class SharedGradients(Gradients):
             self._stream.wait_event(here.record_event())
             with self._stream:
                 got, work = self._team.start_exchange(sent)
-        turns.under_way.append(Exchanged(unit, message, reached, is_complete, sent, here, got, work))
+        turns.under_way.append(Exchanged(unit, message, reached, is_complete, sent, here, got, work, kept))
         while len(turns.under_way) > FLYING:
             self._finish_exchange(backward, turns, turns.under_way.popleft())
 
@@ -256,7 +274,7 @@ class SharedGradients(Gradients):
             if reached:
                 sent.append((weight, content))
             else:
-                turns.unsure.append((len(turns.reached), unit, weight, content))
+                turns.unsure.append((len(turns.reached), unit, weight, content, done.kept.get(weight)))
             turns.reached.append(reached)
         self._deliver(backward, unit, sent, done.is_complete)
 
@@ -297,9 +315,14 @@ class SharedGradients(Gradients):
                 elif weight.is_shard:
                     weight.deposit(content, is_sum=True)
                 else:
-                    shown: Any = HostGradient.of(content)
+                    shown: Any = grad_of(weight.host)
+                    if getattr(shown, "content", None) is None:
+                        shown = HostGradient.of(content)
+                    else:  # the user may have a list of gradients
+                        set_data(shown, content.full)
+                        shown.content = content
                     set_grad(weight.host, shown)
-                    self._shown[weight] = weakref.ref(shown)
+                    self._shown[weight] = weakref.ref(shown), content
         super()._deposit_all(local)
 
     def let_go(self) -> None:

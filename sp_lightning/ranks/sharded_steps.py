@@ -137,7 +137,8 @@ class SharedSteps(Steps):
 
     def _step(self, unit: Unit, work: list[StepWork], sliced: SlicedOptimizer, state: Any) -> None:
         """Step this rank's parts of a unit's weights, or whole weights where there are no parts. Runs on the thread."""
-        own = [item for item in work if sliced.is_elementwise and _is_cut(item)]
+        are_cut = sliced.is_elementwise  # file-backed weights are each rank's own
+        own = [item for item in work if are_cut and _is_cut(item) and item.weight.place is None]
         if len(own) < len(work):
             cut = {id(item.weight) for item in own}
             whole = [item for item in work if id(item.weight) not in cut]
@@ -148,6 +149,7 @@ class SharedSteps(Steps):
         if unit in self._edited:
             self._publish(unit)
         shared, parts = self._states[unit], SliceState()
+        shared.publish_edits()
         for weight, _, _ in own:
             if entries := state.peek(weight.host):
                 parts[weight.host] = shared.take_parts(weight, sliced.user, entries)

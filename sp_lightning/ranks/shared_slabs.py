@@ -36,6 +36,7 @@ class Twin(NamedTuple):
     face: Tensor
     truth: Tensor
     mapping: mmap.mmap  # of the face
+    offset: int  # of the slab in the file
 
     def truth_of(self, tensor: Tensor) -> Tensor:
         """Return the tensor over the shared truth at the place and in the form of one over the face."""
@@ -96,9 +97,15 @@ class SharedSlabs(Slabs):
         """Map the face of a slab, and register it with the truth."""
         mapping = self._map_file(offset, len(truth), mmap.MAP_PRIVATE)
         face = tensor_over(memory_of(mapping))
-        twin = Twin(face.data_ptr(), face, truth, mapping)
+        twin = Twin(face.data_ptr(), face, truth, mapping, offset)
         insort(self._twins, twin, key=lambda twin: twin.address)
         return twin
+
+    def renewed(self, twin: Twin) -> Twin:
+        """Map a new face of a slab; the old one keeps the bytes that it shows, for views that the user has of it."""
+        twin.face.copy_(twin.face.clone())  # pages of this process alone
+        self._twins.remove(twin)
+        return self._twin(twin.truth, twin.offset)
 
     def twin_of(self, tensor: Tensor) -> Twin:
         """Return the slab that has a tensor in its face."""
@@ -122,8 +129,10 @@ class SharedSlabs(Slabs):
         return kept
 
     def unlock_all(self) -> None:
-        """Unlock all slabs, which remain as ordinary memory, and close the file's descriptor."""
+        """Unlock all slabs, which remain as ordinary memory that forks get, and close the file's descriptor."""
         super().unlock_all()
+        for twin in self._twins:
+            twin.mapping.madvise(mmap.MADV_DOFORK)
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -72,6 +72,18 @@ class SharedState:
                 entry.face.data = entry.face.clone()
                 del entries[key]
 
+    def publish_edits(self) -> None:
+        """Copy this rank's parts of what the user wrote to the state to the truth, also of weights that do not step."""
+        for entry in (entry for entries in self._entries.values() for entry in entries.values()):
+            if entry.face._version != entry.version:
+                self._publish(entry, entry.face)
+
+    def _publish(self, entry: Entry, value: Tensor) -> None:
+        """Copy this rank's part of a value to the truth of an entry, whose face is to show it."""
+        entry.part.copy_(self._team.part_of(value))
+        entry.version = entry.face._version
+        self._edited.append(entry.twin)
+
     def take_parts(self, weight: Weight, optimizer: optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
         """Return a weight's state cut to this rank's parts, which have what the user wrote to the state or replaced."""
         parts = dict(own)
@@ -82,9 +94,7 @@ class SharedState:
             if value is not entry.face or value._version != entry.version:
                 if value.stride() != entry.face.stride():
                     value = torch.empty_like(entry.face).copy_(value)
-                entry.part.copy_(self._team.part_of(value))
-                entry.version = entry.face._version
-                self._edited.append(entry.twin)
+                self._publish(entry, value)
             own[key], parts[key] = entry.face, entry.part
         return parts
 

@@ -117,18 +117,16 @@ class Team:
 
     # ---- weights and buffers
 
-    def check_shards(self, shards: list[str]) -> None:
-        """Raise unless all ranks have the same shards of DTensors. Collective; blocks."""
+    def check_alike(self, weights: list[str], advice: str) -> None:
+        """Raise unless all ranks describe their weights in the same way; the error ends with advice. Collective."""
         with self._watch.waiting("the model"):
-            all_of_ranks = self._gathered_objects(shards)
+            all_of_ranks = self._gathered_objects(weights)
         for rank, others in enumerate(all_of_ranks):
-            if others != shards:
-                pairs = zip([*shards, "none"], [*others, "none"], strict=False)
+            if others != weights:
+                pairs = zip([*weights, "none"], [*others, "none"], strict=False)
                 own, other = next(pair for pair in pairs if pair[0] != pair[1])
                 raise UnsupportedError(
-                    f"the ranks' models differ: rank {self.rank} has the shard {own}, rank {rank} {other}. Ranks whose"
-                    " gradients are exchanged have the same shards: pass the group of the mesh's data axis, or"
-                    " tensor_parallel_size= to a strategy"
+                    f"the ranks' models differ: rank {self.rank} has {own}, rank {rank} {other}. {advice}"
                 )
 
     def share_units(self, units: list[Unit], device: Device) -> None:

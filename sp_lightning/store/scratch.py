@@ -20,6 +20,7 @@ import errno
 import mmap
 import os
 import sys
+import threading
 import weakref
 from typing import Any
 
@@ -30,7 +31,7 @@ from ..compat.torch import forbid_access, storage_id
 from ..errors import DiskError, OptionError
 from ..host.device import dense_strides
 from ..host.memory import keep_from_forks
-from ..options import format_both
+from ..options import format_both, format_bytes
 from .direct import BLOCK, IN_MEMORY, DirectFile, Mount, blocks, mount_of
 
 COPIES_ON_WRITE = ("btrfs", "zfs", "bcachefs", "nilfs2")
@@ -63,10 +64,11 @@ class ScratchFile(DirectFile):
         self._end = self._allocated = 0  # bytes that tensors have taken, and bytes that the disk has allocated
         self._free: dict[int, list[int]] = collections.defaultdict(list)  # offsets of ranges, by their bytes
         self._storages: dict[int, int] = {}  # ids of the storages of live tensors, by their offsets
+        self._taking = threading.RLock()  # backward, the steps thread, and streams with the same folder take ranges
         status = os.fstatvfs(self.fd)
         nbytes = status.f_bavail * status.f_frsize // BLOCK * BLOCK
         try:
-            os.ftruncate(self.fd, nbytes)
+            self._reserve(nbytes)
             with torch.inference_mode(False):
                 whole: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{self.fd}", True, nbytes)
                 self._flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole)
@@ -76,6 +78,14 @@ class ScratchFile(DirectFile):
         except BaseException:
             self.close()
             raise
+
+    def _reserve(self, nbytes: int) -> None:
+        """Give the file its size, which takes nothing of the disk; raise OptionError if files may not be so large."""
+        try:
+            os.ftruncate(self.fd, nbytes)
+        except OSError as error:
+            allowed = f"a folder with files of {format_bytes(nbytes)}, which are free there ({error.strerror})"
+            raise OptionError(argument="disk", found=self.folder, allowed=allowed) from error
 
     def allocate(self, nbytes: int) -> None:
         """Allocate disk space for nbytes of further tensors; raise DiskError if the disk is full."""
@@ -108,12 +118,13 @@ class ScratchFile(DirectFile):
     def take(self, like: Tensor) -> Tensor:
         """Make a tensor over a free range of the file, in another one's shape and type, with any bytes."""
         size = blocks(max(like.nbytes, 1))
-        if free := self._free[size]:
-            offset = free.pop()
-        else:
-            offset = self._end
-            self.allocate(size)
-            self._end += size
+        with self._taking:
+            if free := self._free[size]:
+                offset = free.pop()
+            else:
+                offset = self._end
+                self.allocate(size)
+                self._end += size
         with torch.inference_mode(False):
             memory = (ctypes.c_uint8 * size).from_address(self._flat.data_ptr() + offset)
             weakref.finalize(memory, self._release, offset, size).atexit = False  # keeps the file alive until then

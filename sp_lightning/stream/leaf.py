@@ -95,6 +95,12 @@ class Weight:
         # The user's views of the host's bytes, by their ids.
         self.aliases: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
+    def __str__(self) -> str:
+        """Describe what has to be alike on all ranks."""
+        place = "in memory" if self.place is None else "in its file"
+        trains = "that trains" if self.host.requires_grad else "that is frozen"
+        return f"{self.name}, {self.value.dtype} {list(self.value.shape)} {place} {trains}"
+
     @property
     def bytes_of_host(self) -> Tensor:
         """The tensor over the weight's host bytes: the parameter, or the local shard of a DTensor."""
