@@ -254,6 +254,12 @@ class Narrow(Absent):
         if value is not self:
             self.copy_(value)
 
+    def set_(self, source: Any, *args: Any) -> Any:
+        """Keep the weight if it is set to itself, as `register_parametrization` does in a forward; else raise."""
+        if source is not self or args:
+            raise self.weight.lost_write()
+        return self
+
     def given_to(self, func: Any) -> Tensor:
         """Return the wire copy where autocast would make that cast, else a device copy in the weight's own type."""
         kind = self.device.type

@@ -10,6 +10,7 @@ import torch
 from often import often
 from stream_programs import PLACES, Block, Net, Program, Run, cases, check, collected, streamed
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import errors
@@ -285,6 +286,27 @@ def of_one_cast_and_of_a_function_of_the_users(run, model):
 
 @program(lambda: Net(CastInside), wire=torch.bfloat16)
 def of_casts_in_a_backward_and_in_one_inside(run, model):
+    return run.loop(model, lambda model, optimizer, i: run.train(in_halves(run, model, i), optimizer))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class Parametrised(Block):
+    """A block that has a parametrization during its forward, as adapters of weights without a module."""
+
+    def forward(self, x):
+        register_parametrization(self.up, "weight", Doubled(), unsafe=True)
+        try:
+            return super().forward(x)
+        finally:
+            remove_parametrizations(self.up, "weight", leave_parametrized=False)
+
+
+@program(lambda: Net(Parametrised), wire=torch.bfloat16)
+def of_weights_that_are_parametrised_in_a_forward(run, model):
     return run.loop(model, lambda model, optimizer, i: run.train(in_halves(run, model, i), optimizer))
 
 
