@@ -47,7 +47,8 @@ class Team:
         self.local, self.local_rank = len(own), own.index(self.rank)
         self._check_alike(machines)
         self._local_group = self._subgroup(own)
-        self._across = self._subgroup(list(range(self.local_rank, self.size, self.local)))  # over machines
+        across = list(range(self.local_rank, self.size, self.local))
+        self._across = self._subgroup(across) if len(across) > 1 else None  # over machines
         descriptor = made_file() if not self.local_rank else -1
         opened = self._gathered_objects((os.getpid(), descriptor))
         process, number = opened[own[0]]
@@ -101,7 +102,7 @@ class Team:
     def gathered(self, part: Tensor, place: str, over_machines: bool = False) -> Tensor:
         """Gather a part from each rank of the machine, or from this local rank of each machine, as rows. Collective."""
         group = self._across if over_machines else self._local_group
-        if group.size() == 1:
+        if group is None or group.size() == 1:
             return part.view(1, -1)
         rows = part.new_empty(group.size(), len(part))
         self.wait(dist.all_gather(list(rows), part, group=group, async_op=True), place)
@@ -136,10 +137,10 @@ class Team:
             for source in unit.sources:
                 self._broadcast_to_host(source, self._group, device)
             if not unit.is_resident:
-                is_taken = self._across.size() > 1 and not self.local_rank  # from the first machine
                 narrow = [self.slabs.truth(weight.value) for weight in unit.weights if weight.is_narrow]
-                for truth in [unit.truth, *narrow] if is_taken else ():
-                    self._broadcast_to_host(truth, self._across, device)
+                if self._across is not None and not self.local_rank:
+                    for truth in [unit.truth, *narrow]:  # of the first machine
+                        self._broadcast_to_host(truth, self._across, device)
                 unit.note_stepped()
         self.wait(dist.barrier(self._group, async_op=True), "the weights")
 
