@@ -314,7 +314,9 @@ class Steps:
     def _reserve_state(optimizer: optim.Optimizer) -> None:
         """Reserve entries of optimizer state in a plain run's order: steps beside backward make them in another."""
         state: Any = optimizer.state
-        state.guess([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        with without_dispatch():  # one that was frozen since may have the gradient of an earlier batch
+            state.guess([p for p in params if p.requires_grad or grad_of(p) is not None])
 
     def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
         """Start a unit's step beside backward if all its gradients came and its forward ran once."""

@@ -140,6 +140,20 @@ def test_graphs_of_gradients_are_summed_in_order_from_the_start(device):
     assert programs.outcome(program, programs.alone_on(device)) == ("equal", "")
 
 
+def test_state_of_a_weight_that_freezes_within_a_step_has_its_place(device):
+    program = programs.Program(
+        3130,
+        door="trainer",
+        kinds=("Dense", "Dense"),
+        batches=2,
+        optimizer="rmsprop",
+        accumulates=2,
+        acts=(programs.Act(1, "forward", "module", "freeze: some", 18),),
+        options=(("window", 1), ("units", ("Dense",))),
+    )
+    assert programs.outcome(program, programs.runs_on(device)) == ("equal", "")
+
+
 # --- That looking changes nothing
 
 
