@@ -184,20 +184,22 @@ class SharedGradients(Gradients):
 
     def _detach_kept_means(self, unit: Unit) -> None:
         """Give the last means that the user has kept memory of their own: the exchange overwrites the shared memory."""
+        viewed: list[int] = []  # addresses of means of which the user may have views
         with without_dispatch(), torch.no_grad():
-            are_exposed = False
-            for weight in unit.weights:
-                shown, content = self._shown.get(weight, (lambda: None, None))
-                if content is None or ((kept := shown()) is not None and kept is grad_of(weight.host)):
+            for weight in self._shown.keys() & set(unit.weights):
+                shown, content = self._shown[weight]
+                kept = shown()
+                if kept is not None and kept is grad_of(weight.host):
                     continue
-                are_exposed |= content.is_exposed
+                del self._shown[weight]
+                if content.is_exposed:
+                    viewed.append(content.full.data_ptr())
                 if kept is not None and kept.content is content:
                     set_data(kept, content.full if content.is_exposed else content.wait_true().clone())
                     kept.content = None
-                del self._shown[weight]
-            message = self._messages.get(trained(unit))
-            if are_exposed and message is not None and message.means is not None:
-                message.means = self._team.slabs.renewed(message.means)
+            for message in self._messages.values() if viewed else ():
+                if message.means is not None and any(map(message.means.has, viewed)):
+                    message.means = self._team.slabs.renewed(message.means)
 
     def _message_of(self, unit: Unit) -> Message:
         """Return the layout of a unit's message; allocate shared memory for means at its first use, on all ranks."""

@@ -38,6 +38,10 @@ class Twin(NamedTuple):
     mapping: mmap.mmap  # of the face
     offset: int  # of the slab in the file
 
+    def has(self, address: int) -> bool:
+        """Whether an address is in the face."""
+        return 0 <= address - self.address < len(self.face)
+
     def truth_of(self, tensor: Tensor) -> Tensor:
         """Return the tensor over the shared truth at the place and in the form of one over the face."""
         at = tensor.data_ptr() - self.address
