@@ -315,7 +315,7 @@ class Handle:
         kept_in = self.room if makes_trips else None
         self._gradients = self.team.gradients(self.device, self.steps, self.units, kept_in)
         self.team.check_alike(
-            [f"{weight} in {unit.name}" for unit in self.units for weight in unit.weights],
+            [f"{weight.description()} in {unit.name}" for unit in self.units for weight in unit.weights],
             "Make the same model on all of them, and load frozen weights from the same files before it is streamed",
         )
         self.team.share_units(self.units, self.device)

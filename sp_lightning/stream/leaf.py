@@ -95,8 +95,8 @@ class Weight:
         # The user's views of the host's bytes, by their ids.
         self.aliases: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def __str__(self) -> str:
-        """Describe what has to be alike on all ranks."""
+    def description(self) -> str:
+        """Describe what all ranks must have alike: name, type, shape, where the bytes are, and whether it trains."""
         place = "in memory" if self.place is None else "in its file"
         trains = "that trains" if self.host.requires_grad else "that is frozen"
         return f"{self.name}, {self.value.dtype} {list(self.value.shape)} {place} {trains}"
