@@ -113,7 +113,7 @@ def exchange_shards(one: Tensor, other: Tensor) -> None:
 
     Unlike ``swap_tensors``, which takes attributes along and refuses tensors with weak references.
     """
-    if one.requires_grad and one._use_count() > 1:  # type: ignore[attr-defined]
+    if one.requires_grad:  # a node that no graph has is gone at once
         torch.autograd.graph.get_gradient_edge(one).node.register_prehook(_refuse_graph)
     local: Any = vars(sys.modules[_DTENSORS].DTensor)["_local_tensor"]
     shards = local.__get__(one), local.__get__(other)
