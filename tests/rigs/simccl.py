@@ -98,6 +98,7 @@ class HostGroup(dist.ProcessGroup):
     # As other versions of torch call them.
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any = None) -> Any:
         torch.accelerator.synchronize()
