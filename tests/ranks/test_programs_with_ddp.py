@@ -1,5 +1,8 @@
 """What user code may do with gradients and state of ranks has DDP's bits, and models that differ are an error."""
 
+import subprocess
+import sys
+
 import processes
 import pytest
 import rank_programs
@@ -21,3 +24,18 @@ def test_models_that_differ_are_an_error(how):
 
 def test_a_forked_process_reads_what_was_streamed():
     assert processes.run(2, rank_programs.read_in_a_fork) == [0, 0]
+
+
+KEEP = """
+import resource, torch
+from sp_lightning.ranks.shared_slabs import SharedSlabs, made_file
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, {most}))
+slabs = SharedSlabs(made_file(), True)
+print(len([slabs.keep(torch.ones(4)) for _ in range(100)]))
+"""
+
+
+@pytest.mark.parametrize("most, said", [(1024, "100"), (64, "raise the hard limit (ulimit -Hn)")])
+def test_ranks_open_as_many_files_as_they_may(most, said):
+    done = subprocess.run([sys.executable, "-c", KEEP.format(most=most)], capture_output=True, text=True)
+    assert said in (done.stdout or done.stderr).splitlines()[-1], done.stderr
