@@ -318,7 +318,8 @@ class SharedGradients(Gradients):
                     weight.deposit(content, is_sum=True)
                 else:
                     shown: Any = grad_of(weight.host)
-                    if getattr(shown, "content", None) is None:
+                    before = getattr(shown, "content", None)
+                    if before is None or before.weight is not weight:
                         shown = HostGradient.of(content)
                     else:  # the user may have a list of gradients
                         set_data(shown, content.full)
