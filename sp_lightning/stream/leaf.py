@@ -12,7 +12,7 @@ backward is that of the cast; any other function gets the weight in its own type
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -366,7 +366,10 @@ class LeafView(Lazy, Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, Lazy) and not issubclass(kind, LeafView) for kind in types):
             return NotImplemented  # parameters and gradients decide where the function runs
-        with using(units_of_views(args, kwargs)):
+        if func in METADATA:
+            with without_dispatch():
+                return func(*args, **(kwargs or {}))
+        with using(units_shown_by(found_in((args, kwargs), LeafView))):
             return super().__torch_function__(func, types, args, kwargs)
 
     def before(self) -> None:
@@ -384,7 +387,7 @@ class LeafView(Lazy, Tensor):
         """Keep a write to this view as one to the weight, and have views of it answer as it does."""
         if version_of(self) != self.version:
             self.weight.keep_written(self)
-        note_views(self.weight, result, storage_id(self.untyped_storage()))
+        note_views(self.weight, result, self)
 
     @property
     def data(self) -> Tensor:
@@ -398,19 +401,20 @@ class LeafView(Lazy, Tensor):
         set_data(self, data)
 
 
-def units_of_views(args: Any, kwargs: Any) -> list[Any]:
-    """Return the units whose weights the views among a function's arguments show, and which may be written."""
-    views = [view for view in found_in((args, kwargs), LeafView) if weights.get(id(view.weight.host)) is view.weight]
-    return list(dict.fromkeys(view.weight.unit for view in views))
+def units_shown_by(views: Iterable[LeafView]) -> list[Any]:
+    """Return the units of the weights that views show, but not of those that are streamed no longer."""
+    streamed = (view.weight for view in views if weights.get(id(view.weight.host)) is view.weight)
+    return list(dict.fromkeys(weight.unit for weight in streamed))
 
 
-def note_views(weight: Weight, result: Any, storage: int) -> None:
-    """Make results `LeafView`s that are in the storage that a function got for a weight, outside of its unit's calls.
+def note_views(weight: Weight, result: Any, given: Tensor) -> None:
+    """Make results `LeafView`s that share bytes with the tensor that a function got for a weight.
 
-    Storages are compared because a view in another type has no base.
+    In calls of the weight's own unit they stay plain. Storages are compared, as a view in another type has no base.
     """
     if weight.unit.depth:
         return
+    storage = storage_id(given.untyped_storage())
     for view in result if isinstance(result, (list, tuple)) else (result,):
         is_strided = type(view) is Tensor and view.layout is torch.strided
         if is_strided and storage_id(view.untyped_storage()) == storage:
@@ -464,7 +468,7 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
             if result is made:
                 result = weight.leaf
             else:
-                note_views(weight, result, storage_id(made.untyped_storage()))
+                note_views(weight, result, made)
     return result
 
 

@@ -39,7 +39,7 @@ from .leaf import (
     Weight,
     call_with_leaves,
     has_form_of,
-    units_of_views,
+    units_shown_by,
     using,
     version_of,
     weights,
@@ -130,7 +130,7 @@ class Watched(Lazy):
         if func in STRIDING and own is not None:
             args, kwargs = _as_strided_arguments(own, *args, **kwargs)
         views = list(found_in((args, kwargs), LeafView))
-        units += units_of_views(args, kwargs) if views else []
+        units += units_shown_by(views)
         with without_dispatch(), using(units) if units else NO_CONTEXT:
             for view in views:
                 view.before()

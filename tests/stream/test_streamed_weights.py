@@ -421,3 +421,15 @@ def test_a_write_through_an_array_is_seen_by_the_next_call():
         before = model.blocks[0](x)
         model.blocks[0].up.weight.detach().numpy()[:] = 0
         assert not torch.equal(model.blocks[0](x).cpu(), before.cpu())
+
+
+@pytest.mark.simgpu
+def test_what_a_view_is_like_needs_no_copy_of_its_weight():
+    model = Net()
+    with streamed(model, "simgpu") as handle:
+        view = model.blocks[0].up.weight.view(-1)
+        assert view.device.type == "simgpu"
+        model(torch.ones(4, 8))  # which evicts the unit
+        before = handle.stats()["fetches"]
+        assert (view.shape, view.dtype, view.dim(), view.numel()) == (torch.Size([2048]), torch.float32, 1, 2048)
+        assert handle.stats()["fetches"] == before
