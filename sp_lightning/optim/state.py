@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import optim
 
-from ..stream.leaf import Weight, stepped_already, weights
+from ..stream.leaf import stepped_already, weights
 
 # Methods of a dict that make an entry, given its key; that look for one; and that take all of them.
 MAKERS = "__getitem__ __setitem__ setdefault".split()
@@ -39,21 +39,18 @@ class WaitingState(collections.defaultdict[Any, Any]):
 
     def wait_step_of(self, key: Any) -> None:
         """Wait for the step of a streamed parameter, and keep its entry even if the step made none."""
-        if (weight := weights.get(id(key))) is not None:
-            _wait_step(weight)
+        _wait_step(key)
         self._reserved.discard(key)
 
     def wait_entry(self, key: Any) -> None:
         """Wait for the step of a streamed parameter, and remove its reserved entry if the step made none."""
-        if (weight := weights.get(id(key))) is not None:
-            _wait_step(weight)
+        _wait_step(key)
         self._forget_empty([key])
 
     def wait_steps(self, *_: Any) -> None:
         """Wait for the steps of all its weights, and remove reserved entries for which steps made none."""
         for key in list(dict.keys(self)):
-            if (weight := weights.get(id(key))) is not None:
-                _wait_step(weight)
+            _wait_step(key)
         self._forget_empty(list(self._reserved))
 
     # ---- without waiting
@@ -98,8 +95,13 @@ class WaitingState(collections.defaultdict[Any, Any]):
         return found
 
 
-def _wait_step(weight: Weight) -> None:
-    """Wait for a weight's step; raise while a backward runs beside it, in which a plain run has the old state."""
+def _wait_step(key: Any) -> None:
+    """Wait for the step of a streamed weight; do nothing for any other key.
+
+    Raises while a backward runs beside the step, in which a plain run has the old state.
+    """
+    if (weight := weights.get(id(key))) is None:
+        return
     if weight.unit.is_final and weight.is_stepped_early:
         raise stepped_already(weight.name)
     weight.unit.wait_step()
