@@ -504,11 +504,7 @@ class Handle:
         for name, param in self.module.named_parameters():
             if id(param) in known:
                 continue
-            if type(self.team) is not Alone:
-                raise UnsupportedError(
-                    f"{name} came after streaming began, and each of several devices has one of its own: make weights,"
-                    " and put others in their place, before the module is streamed"
-                )
+            self.team.check_new(name)
             self._check_not_streamed([(name, param)])
             parameters.let_go_of_weight(param)
             if name in gone and gone[name].place is None and has_form_of(gone[name], param):

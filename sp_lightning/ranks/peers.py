@@ -37,6 +37,9 @@ class Alone:
     def check_alike(self, weights: list[str], advice: str) -> None:
         """Raise unless all ranks describe their weights in the same way. Collective; does nothing for one device."""
 
+    def check_new(self, name: str) -> None:
+        """Raise if a weight that came after streaming began cannot be streamed; one device streams any."""
+
     def share_units(self, units: list[Unit], device: Device) -> None:
         """Copy the first rank's weights to all ranks. Collective; does nothing for one device."""
 

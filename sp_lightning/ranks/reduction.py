@@ -98,6 +98,16 @@ class Exchanged(NamedTuple):
     kept: dict[Weight, Tensor]  # copies of the means in `.grad` of weights that this rank's backward did not reach
 
 
+class Unsure(NamedTuple):
+    """The mean of a weight that this rank's backward did not reach, and that another rank's may have reached."""
+
+    at: int  # its place among all weights that were sent
+    unit: Unit
+    weight: Weight
+    content: Any
+    kept: Tensor | None  # a copy of the mean in `.grad`
+
+
 class Turns:
     """The exchanges of one backward: units that wait for their turn, and units under way."""
 
@@ -106,8 +116,7 @@ class Turns:
         self.ready: dict[Unit, tuple[dict[Weight, Tensor], bool]] = {}
         self.under_way: collections.deque[Exchanged] = collections.deque()
         self.reached: list[bool] = []  # for all weights that were sent, whether this rank reached them
-        # Weights that only other ranks may have reached, with the new mean and a copy of the one in `.grad`.
-        self.unsure: list[tuple[int, Unit, Weight, Any, Tensor | None]] = []
+        self.unsure: list[Unsure] = []
 
 
 def trained(unit: Unit) -> tuple[Weight, ...]:
@@ -171,12 +180,12 @@ class SharedGradients(Gradients):
             return
         reached = flags.tolist()
         by_unit: dict[Unit, list[tuple[Weight, Any]]] = {}
-        for at, unit, weight, content, kept in turns.unsure:
-            if reached[at]:
-                by_unit.setdefault(unit, []).append((weight, content))
-            elif kept is not None:  # the exchange has divided and summed it again, which rounds
+        for one in turns.unsure:
+            if reached[one.at]:
+                by_unit.setdefault(one.unit, []).append((one.weight, one.content))
+            elif one.kept is not None:  # the exchange has divided and summed it again, which rounds
                 with torch.no_grad(), without_dispatch():
-                    grad_of(weight.host).content.wait_true().copy_(kept)
+                    grad_of(one.weight.host).content.wait_true().copy_(one.kept)
         for unit, sent in by_unit.items():
             self._deliver(backward, unit, sent, is_complete=False)
 
@@ -276,7 +285,7 @@ class SharedGradients(Gradients):
             if reached:
                 sent.append((weight, content))
             else:
-                turns.unsure.append((len(turns.reached), unit, weight, content, done.kept.get(weight)))
+                turns.unsure.append(Unsure(len(turns.reached), unit, weight, content, done.kept.get(weight)))
             turns.reached.append(reached)
         self._deliver(backward, unit, sent, done.is_complete)
 

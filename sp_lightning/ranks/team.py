@@ -130,6 +130,13 @@ class Team:
                     f"the ranks' models differ: rank {self.rank} has {own}, rank {rank} {other}. {advice}"
                 )
 
+    def check_new(self, name: str) -> None:
+        """Raise for a weight that came after streaming began: each rank has one of its own."""
+        raise UnsupportedError(
+            f"{name} came after streaming began, and each of several devices has one of its own: make weights, and put"
+            " others in their place, before the module is streamed"
+        )
+
     def share_units(self, units: list[Unit], device: Device) -> None:
         """Copy the first rank's weights to all ranks; streamed ones once to each machine. Collective."""
         self._is_on_host = device.is_host
