@@ -111,7 +111,7 @@ def _version(weight: Any) -> Any:
 
 @dataclass
 class Outcome:
-    """What is known of one step of several units: after an error the units that have not begun are skipped."""
+    """How one step of several units has gone so far. After an error, units whose steps have not begun are skipped."""
 
     is_early: bool = False  # beside a backward: any error leaves a half-applied step, as weights are marked as stepped
     has_changed: bool = False  # whether a weight was changed
