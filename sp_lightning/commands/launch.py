@@ -15,7 +15,6 @@ from . import OPTIONS, add_options, given
 
 PACKAGE, LIBRARY = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__)
 NOT_THE_USERS = os.path.join(PACKAGE, ""), os.path.join(LIBRARY, ""), "<"  # beginnings of paths of other code
-INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))  # parts of such paths
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,13 +59,9 @@ def _failed(error: SuperpipelineError) -> int:
     An error without any of the user's code is raised again.
     """
     places = traceback.extract_tb(error.__traceback__)
-    own = [place for place in places if _is_the_users(place.filename)]
+    others = [place for place in places if not place.filename.startswith(NOT_THE_USERS)]
+    own = [one for one in others if "site-packages" not in one.filename and "dist-packages" not in one.filename]
     if not own:
         raise error  # it is about this command's own arguments
     sys.stderr.write(f"python -m sp_lightning: {own[-1].filename}:{own[-1].lineno}: {' '.join(str(error).split())}\n")
     return 1
-
-
-def _is_the_users(path: str) -> bool:
-    """Whether code in this file is neither ours, nor Python's, nor of an installed package."""
-    return not (path.startswith(NOT_THE_USERS) or any(folder in path for folder in INSTALLED))
