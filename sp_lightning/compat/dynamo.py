@@ -37,15 +37,15 @@ def never_compiled_hook(function: F) -> F:
     return function
 
 
-def not_compiled_itself_hook(function: F) -> F:
-    """Keep a function from being compiled, as ``not_compiled_itself`` does, but without a wrapper around each call."""
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(_SKIP, _DEFAULT))
-    return function
-
-
 def not_compiled_itself(function: F) -> F:
-    """Keep a function from being compiled; what it calls may be compiled."""
-    return cast(F, torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
+    """Keep a function from being compiled, without a wrapper around each call; what it calls may be compiled.
+
+    A graph that a compiler traces ends at a call of the function.
+    """
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(_SKIP, _DEFAULT))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_recursive = False  # type: ignore[attr-defined]
+    return function
 
 
 # Not None while a compiler runs on this thread, which looks at tensors to compile code for them.

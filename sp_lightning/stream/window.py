@@ -10,7 +10,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -63,14 +63,6 @@ class Trace:
         """Count how many visits just before a place are the same as those just before now."""
         before, now = self._visits[max(place - LOOKED_AT, 0) : place], self._visits
         return next((n for n, unit in enumerate(reversed(before)) if unit != now[-1 - n]), len(before))
-
-
-class Call(NamedTuple):
-    """A call of a streamed module."""
-
-    held: list[Unit]  # units that this call keeps on the device
-    was_in_call: bool  # whether another call is around this one
-    caller: int | None  # the thread of the call around
 
 
 _open: weakref.WeakSet[Window] = weakref.WeakSet()  # windows of the process's streams
@@ -147,23 +139,24 @@ class Window:
             unit.unbind()
         show_host(self._wholes)
 
-    def begin_call(self, units: Sequence[Unit]) -> Call:
-        """Keep a called module's units on the device, and note that a call is under way."""
+    def begin_call(self, units: Sequence[Unit]) -> list[Unit]:
+        """Keep a called module's units on the device, and note that a call is under way; return those kept anew."""
         if units and self._device.is_capturing():
             raise UnsupportedError(
                 f"{units[0].name} was entered while a CUDA graph is captured, whose replays would read its weights"
                 " where they are now: streamed ones do not stay there. Leave out the graph"
             )
-        call = Call(self.hold(units), self.is_in_call, self.caller)
+        held = self.hold(units)
         self.is_in_call = True
         if graph_task() == -1:
             self.caller = self.thread = threading.get_ident()
-        return call
+        return held
 
-    def end_call(self, call: Call) -> None:
+    def end_call(self, held: Sequence[Unit], was_in_call: bool) -> None:
         """Note that a call has ended, and let its units be evicted again."""
-        self.is_in_call, self.caller = call.was_in_call, call.caller
-        self.let_go(call.held)
+        if not was_in_call:
+            self.is_in_call, self.caller = False, None
+        self.let_go(held)
 
     def check_thread(self, where: str) -> None:
         """Raise if another thread is in a call of the model; autograd's threads may be, while that one waits."""
