@@ -17,7 +17,6 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from .compat.dynamo import never_compiled
 from .compat.tensors import consists_of_tensors
 from .compat.torch import call_slot, graph_task, tree_map_only
 from .errors import ExactnessError, UnsupportedError
@@ -488,7 +487,6 @@ class Handle:
             self._is_new = False
         return self.scope("forward") if is_first and graph_task() == -1 else contextlib.nullcontext()
 
-    @never_compiled
     def _place_new(self) -> None:
         """Stream parameters that replaced streamed ones, and keep all other new ones on the device.
 

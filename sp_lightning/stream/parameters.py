@@ -16,14 +16,12 @@ from ..errors import ExactnessError, UnsupportedError
 from .gradients import backwards, recover, through_hooks
 from .host_gradient import HostGradient, release_gradient
 from .lazy import (
-    METADATA,
     data_of,
     found_in,
     grad_of,
     requires_grad_of,
     set_data,
     set_grad,
-    set_requires_grad,
     shares_bytes,
     writes,
 )
@@ -35,7 +33,6 @@ from .watched import Watched, is_in_own_call, is_inside_step, sync_requires_grad
 wholes: dict[int, Unit] = {}  # units of parameters that consist of several tensors, by the id of the parameter
 
 PLACE: set[Any] = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
-FREEZING = {Tensor.requires_grad_, set_requires_grad}
 
 
 class HostParameter(Watched, nn.Parameter):
@@ -78,15 +75,10 @@ class HostParameter(Watched, nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if backwards:
             recover()
-        if func in METADATA:
+        if func in PLACE and (weight := weights.get(id(args[0]))) is not None:
+            window = weight.unit.window
             with without_dispatch():
-                if func in PLACE and (weight := weights.get(id(args[0]))) is not None:
-                    window = weight.unit.window
-                    return func(weight.leaf if window.is_in_call or window.is_in_step else args[0])
-                result = func(*args, **(kwargs or {}))
-                if func in FREEZING and (weight := weights.get(id(args[0]))) is not None:
-                    sync_requires_grad(weight)
-                return result
+                return func(weight.leaf if window.is_in_call or window.is_in_step else args[0])
         if func is torch.autograd.grad:
             return _differentiate(*args, **(kwargs or {}))
         if func is torch.autograd.backward:  # with dispatch: the user's hooks run inside

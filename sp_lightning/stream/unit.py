@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -106,7 +105,6 @@ class Unit:
         self.steps = Pending()
         self.depth = 0  # 1 while a call of the unit's modules is under way, else 0
         self.bound = 0  # calls under way during which the modules have the leaves
-        self.trained = 0  # weights that require grad
         self.calls = 0  # forwards since steps beside backward began
         self.epoch = 0  # counts steps, and host writes that no version shows
         self.is_exposed = False  # whether the user may have an array over the bytes, which cannot wait for a step
@@ -193,6 +191,7 @@ class Unit:
         with torch.inference_mode(False), without_dispatch():
             self._take_bytes(weight)
             increment_version(weight.there)  # a backward that saved the old bytes raises
+            set_requires_grad(weight.leaf, host.requires_grad)
         weight.leaf.__dict__ = host.__dict__
         weight.shown = weight.value._version
         self._hosts = [each.host for each in self.weights]
@@ -209,7 +208,8 @@ class Unit:
         slots = [(index, slot) for index, weight in enumerate(self.weights) for slot in weight.slots]
         self._slots = [(index, slot.holder, slot.key) for index, slot in slots if slot.inside is None]
         self._inner_slots = [(index, slot) for index, slot in slots if slot.inside is not None]
-        self._has_slots = [bool(weight.slots) for weight in self.weights]
+        # Weights whose gradients come: the user has replaced those without slots.
+        self.trained = sum(bool(weight.slots) and requires_grad_of(weight.host) for weight in self.weights)
 
     def numbers(self) -> UnitNumbers:
         """Return the unit's sizes: bytes of weights up, bytes of gradients down, and trained parameters."""
@@ -334,7 +334,7 @@ class Unit:
         self.device.counters.bytes_written_back += weight.nbytes
         self.wait_copy()
         if weight.is_narrow:
-            if not torch.equal(weight.there.detach().to("cpu").view(torch.uint8), weight.wire.view(torch.uint8)):
+            if _differ(weight.there.detach().to("cpu"), weight.wire):
                 raise weight.lost_write()
             return
         with torch.no_grad(), without_dispatch():
@@ -371,8 +371,6 @@ class Unit:
 
     def bind(self) -> list[int]:
         """Put the leaves into the modules for a call of the unit; return their versions, for `written_since`."""
-        self.exposed.clear()
-        self.copies.clear()
         with without_dispatch():
             for leaf in self._dispatching:
                 leaf.__class__ = Leaf
@@ -382,18 +380,10 @@ class Unit:
     def lend(self) -> None:
         """Put the leaves into the modules without loading the unit; a function that gets one loads the unit."""
         self.bound += 1
-        if self.bound > 1 and not self.sharded:
-            return  # `requires_grad` of a bound parameter goes to its leaf as well
-        with without_dispatch():
-            train = list(map(requires_grad_of, self._hosts))
-            self.trained = sum(map(operator.and_, train, self._has_slots))  # without slots: replaced by the user
-            if train != list(map(requires_grad_of, self._leaves)):
-                for leaf, trains in zip(self._leaves, train, strict=True):
-                    set_requires_grad(leaf, trains)
-            if self.bound == 1:
-                self._exchange(self._hosts, self._leaves)
-                for whole in self.wholes:
-                    whole.bind()
+        if self.bound == 1:
+            self._exchange(self._hosts, self._leaves)
+            for whole in self.wholes:
+                whole.bind()
 
     def unbind(self) -> None:
         """Undo one `bind` or `lend`; the last one puts the user's parameters back into the modules."""
@@ -420,25 +410,20 @@ class Unit:
 
         Blocks if the forward read `.data`: the bytes are compared.
         """
-        for weight, data, version in self.copies:
+        copies, exposed = self.copies, self.exposed
+        self.copies, self.exposed = [], {}
+        for weight, data, version in copies:
             if version_of(data) != version:
                 raise weight.lost_write()
-        self.copies.clear()
         with without_dispatch():
             now = list(map(stored_version, self._there))
-            if now == versions and not self.exposed:
+            if now == versions and not exposed:
                 return []
-            changed = zip(self.weights, versions, now, strict=True)
-            written = [
-                weight for weight, before, after in changed if before != after or self._was_written_unseen(weight)
+            return [
+                weight
+                for weight, before, after in zip(self.weights, versions, now, strict=True)
+                if before != after or (weight in exposed and _differ(exposed[weight], data_of(weight.there)))
             ]
-        self.exposed.clear()
-        return written
-
-    def _was_written_unseen(self, weight: Weight) -> bool:
-        """Whether a weight whose `.data` was read in this call has other bytes than at that read. Blocks."""
-        before = self.exposed.get(weight)
-        return before is not None and not torch.equal(_bytes_of(before), _bytes_of(data_of(weight.there)))
 
 
 class HeldUnit(Unit):
@@ -511,7 +496,7 @@ class ResidentUnit(Unit):
                     continue
                 # A graph kept for double backward may share the memory: do not write equal bytes.
                 there, new = self._on_device(weight), weight.value.to(self.memory.flat.device)
-                if version != weight.shown or not torch.equal(_bytes_of(there), _bytes_of(new)):
+                if version != weight.shown or _differ(there, new):
                     there.copy_(new)
             show_versions(self.weights, self._stamp[1])
 
@@ -544,9 +529,10 @@ class ResidentUnit(Unit):
         self._stamp = self._now()
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """View a tensor without gaps as its bytes, in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+def _differ(*alike: Tensor) -> bool:
+    """Whether two tensors of one form, without gaps, have other bytes. Blocks."""
+    one, other = (tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in alike)
+    return not torch.equal(one, other)
 
 
 def _without_bytes(like: Tensor, device: torch.device) -> Tensor:

@@ -50,6 +50,7 @@ from .unit import Unit
 # `zeros_like`. `ones_like` is not among them: a mask of pruning meets what was computed of the weight.
 MAKING = {torch.rand_like, torch.randn_like, torch.randint_like, torch.full_like, torch.zeros_like, torch.empty_like}
 MOVING = {Tensor.to, Tensor.cuda}  # functions by which modules move their parameters
+FREEZING = {Tensor.requires_grad_, set_requires_grad}
 STRIDING = {Tensor.as_strided, torch.as_strided}
 
 # Functions that are about the bytes on the host, also where autograd would record them.
@@ -89,7 +90,10 @@ class Watched(Lazy):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in METADATA or compiles_own_step():
             with without_dispatch():
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
+                if func in FREEZING and (weight := weights.get(id(args[0]))) is not None:
+                    sync_requires_grad(weight)
+                return result
         graph_break()
         if has_others(types):
             return NotImplemented
@@ -270,4 +274,5 @@ def sync_requires_grad(weight: Weight) -> None:
     """Set `requires_grad` of a leaf to that of its parameter, and count the unit's weights that train."""
     if requires_grad_of(weight.leaf) != weight.host.requires_grad:
         set_requires_grad(weight.leaf, weight.host.requires_grad)
-        weight.unit.trained += 1 if weight.host.requires_grad else -1  # gradients are sent when this many have arrived
+        if weight.slots:  # gradients are sent when as many have arrived as weights train
+            weight.unit.trained += 1 if weight.host.requires_grad else -1
