@@ -34,7 +34,6 @@ With class names or a callable the chosen modules are the units, whole, and ever
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
 from collections import Counter
@@ -47,10 +46,10 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from ..compat.tensors import consists_of_tensors, is_dtensor
+from ..compat.torch import storage_id
 from ..errors import PartitionError
 from ..host.device import aligned
 from .shards import Sharded
-from .slots import overlapping
 from .wholes import Whole, part_of, whole_of
 
 UnitSpec: TypeAlias = str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
@@ -81,20 +80,6 @@ class FoundUnit:
     def parts(self) -> frozenset[int]:
         """Ids of the tensors of quantised weights and DTensors: each travels in its own type."""
         return frozenset(id(part) for whole in self.wholes for _, part in whole.parts)
-
-    @property
-    def numel(self) -> int:
-        return sum(param.numel() for _, param in self.params)
-
-    @property
-    def trainable(self) -> float:
-        """Share of the elements that require grad now, 0 to 1."""
-        return sum(param.numel() for _, param in self.params if param.requires_grad) / max(self.numel, 1)
-
-    def __repr__(self) -> str:
-        kind = "resident" if self.resident else "+".join(type(module).__name__ for _, module in self.modules)
-        size = f"{self.nbytes / 2**20:.2f} MiB in {len(self.params)} params"
-        return f"Unit({self.index}: {self.name}, {kind}, {size}, {self.trainable:.0%} trainable)"
 
 
 def partition(root: nn.Module, units: UnitSpec = "auto", *, max_bytes: int | None = None) -> list[FoundUnit]:
@@ -167,17 +152,15 @@ class _Tree:
             self._check_parts()
 
     def _check_parts(self) -> None:
-        """Raise if a tensor of a quantised weight, or a DTensor's shard, shares its bytes with another weight."""
-        named = {id(weight): (name, weight) for owned in self.owned.values() for name, weight in owned}
+        """Raise if a tensor of a quantised weight, or a DTensor's shard, is in one storage with another weight."""
         parts = {id(part) for wholes in self.wholes.values() for whole in wholes for _, part in whole.parts}
-        weights = [weight for owned in self.owned.values() for _, weight in owned]
-        for one, other in overlapping(weights):
-            if id(one) in parts or id(other) in parts:
-                names = named[id(one)][0], named[id(other)][0]
+        found: dict[int, tuple[str, Any]] = {}
+        for name, weight in (named for owned in self.owned.values() for named in owned):
+            before = found.setdefault(storage_id(weight.untyped_storage()), (name, weight))
+            if before[0] != name and parts & {id(before[1]), id(weight)}:
                 raise PartitionError(
-                    f"{names[0]} shares its memory with {names[1] if one is not other else 'another quantised weight'},"
-                    " and a part of a weight that consists of several tensors can be in one place only: give each "
-                    "weight a copy of its own (weight.clone())"
+                    f"{before[0]} shares its memory with {name}, and a part of a weight that consists of several"
+                    " tensors can be in one place only: give each weight a copy of its own (weight.clone())"
                 )
 
     def _weigh(self) -> None:
@@ -207,6 +190,14 @@ class _Tree:
         if _has_forward(module):
             return [module]
         return [entry for child in self.children[module] for entry in self.entries(child)]
+
+    def outermost(self, module: nn.Module, wanted: set[nn.Module]) -> Iterator[nn.Module]:
+        """Yield the outermost of the wanted modules below a module, as far as they can be entered."""
+        for part in self.children[module]:
+            if part in wanted and self.entries(part):
+                yield part
+            else:
+                yield from self.outermost(part, wanted)
 
 
 @dataclass(frozen=True)
@@ -268,7 +259,7 @@ class _Auto:
         self.declared = self._declared()
         self.unit_blocks = (self.declared | self.blocks) - self._stages()  # units, unless they are too large
         self.holds_unit_block = self._holders(self.unit_blocks)
-        block_bytes = [tree.nbytes[block] for block in self._outermost(tree.root)]
+        block_bytes = [tree.nbytes[block] for block in tree.outermost(tree.root, self.unit_blocks)]
         self.typical = max(_median_byte_size(block_bytes), self.total // 64)
         self.limit = max(4 * self.typical, self.total // 8) if max_bytes is None else max_bytes
         self.typical = min(self.typical, self.limit)
@@ -315,25 +306,17 @@ class _Auto:
         return {module for module in self.tree.names if type(module).__name__ in names and self.tree.children[module]}
 
     def _stages(self) -> set[nn.Module]:
-        """Find the blocks that are cut because they consist of repeated blocks."""
+        """Find the blocks that are cut: containers of blocks, and what is large and consists of repeated blocks."""
         inner: dict[nn.Module, int] = {}  # bytes of the repeated blocks in each module
         for module in reversed(self.tree.names):
             parts = self._cuttable_children(module)
             inner[module] = sum(self.tree.nbytes[part] if part in self.repeated else inner[part] for part in parts)
-        heavy = {m for m, nbytes in self.tree.nbytes.items() if 8 * nbytes > self.total and 4 * inner[m] >= 3 * nbytes}
-        heavy = {module for module in heavy if not isinstance(module, CONTAINERS)}
-        return set(self._stages_in(self.tree.root, heavy))
-
-    def _stages_in(self, module: nn.Module, heavy: set[nn.Module]) -> Iterator[nn.Module]:
-        """Yield the stages below a module: blocks that contain repeated blocks in a container, or are `heavy`.
-
-        Only the outermost blocks can be heavy: others would be cut list by list.
-        """
-        for part in self._cuttable_children(module):
-            is_block = part in self.blocks or part in self.declared
-            if is_block and (part in heavy or self._repeated_elements(part)):
-                yield part
-            yield from self._stages_in(part, heavy if not is_block or self._repeated_elements(part) else set())
+        return {
+            module
+            for module in self.blocks | self.declared
+            if self._repeated_elements(module)
+            or (8 * self.tree.nbytes[module] > self.total and 4 * inner[module] >= 3 * self.tree.nbytes[module])
+        }
 
     def _holders(self, blocks: set[nn.Module]) -> set[nn.Module]:
         """Find the modules that contain any of these blocks, at any depth."""
@@ -342,14 +325,6 @@ class _Auto:
             if any(part in blocks or part in holders for part in self._cuttable_children(module)):
                 holders.add(module)
         return holders
-
-    def _outermost(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Yield the outermost unit blocks below a module."""
-        for part in self._cuttable_children(module):
-            if part in self.unit_blocks:
-                yield part
-            else:
-                yield from self._outermost(part)
 
     # The cut
 
@@ -401,14 +376,9 @@ class _Auto:
         return resident
 
 
-def forward_of(kind: type[nn.Module]) -> Any:
-    """Return the forward function of a module class; None for TorchScript's classes, which have none in Python."""
-    return getattr(kind, "forward", None)
-
-
 def _has_forward(module: nn.Module) -> bool:
-    """Whether a module has a forward, of its class or set on the object."""
-    return forward_of(type(module)) is not nn.Module.forward or "forward" in vars(module)
+    """Whether a module has a forward, of its class or set on the object; TorchScript's have none in Python."""
+    return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
 def _is_of_torch(module: nn.Module) -> bool:
@@ -454,60 +424,37 @@ def _runs(pieces: Iterable[_Piece], nbytes: int) -> list[list[_Piece]]:
 
 def _of_classes(tree: _Tree, class_names: Sequence[str]) -> list[nn.Module]:
     """List the modules of the named classes; raise for a name that the model does not have."""
-    counts = Counter(type(module).__name__ for module in tree.names if module is not tree.root)
+    counts = Counter(type(module).__name__ for module in tree.names if tree.nbytes[module] and module is not tree.root)
     for class_name in class_names:
         if class_name not in counts:
             raise PartitionError(
                 f"units names the class {class_name!r}, which is not in {type(tree.root).__name__}; "
-                f"its modules are: {_known_classes(tree, class_name)}"
+                f"its modules are: {', '.join(f'{name} ({count})' for name, count in counts.most_common(16))}"
             )
     return [module for module in tree.names if type(module).__name__ in class_names]
-
-
-def _known_classes(tree: _Tree, class_name: str) -> str:
-    """Format the classes with parameters for an error: similar names first, then those that "auto" would choose."""
-    counts = Counter(type(module).__name__ for module in tree.names if tree.nbytes[module] and module is not tree.root)
-    close = difflib.get_close_matches(class_name, counts, n=3)
-    auto = [type(root).__name__ for piece in _Auto(tree, None).pieces() for root in piece.roots]
-    ranked = dict.fromkeys([*close, *(name for name, _ in Counter(auto).most_common()), *counts])
-    shown = [f"{name} ({counts[name]})" for name in list(ranked)[:16]]
-    return ", ".join(shown) + (f" and {len(ranked) - 16} more" if len(ranked) > 16 else "")
 
 
 def _chosen_by(tree: _Tree, choose: Callable[[nn.Module], Iterable[nn.Module]]) -> list[nn.Module]:
     """Call the user's function and list the modules that it returns; raise for one that is not inside the root."""
     returned = choose(tree.root)
-    inside = tree.names.keys() - {tree.root}
     chosen = list(returned) if isinstance(returned, Iterable) else [returned]
     for module in chosen:
-        if not isinstance(module, nn.Module) or module not in inside:
-            found = "the root itself" if module is tree.root else f"{_described(module)}, which is not one of them"
-            root_class = type(tree.root).__name__
-            raise PartitionError(f"the callable given as units must return modules inside {root_class}, got {found}")
+        if not isinstance(module, nn.Module) or module not in tree.names or module is tree.root:
+            found = f"a {type(module).__name__}" if isinstance(module, nn.Module) else repr(module)
+            raise PartitionError(
+                f"the callable given as units must return modules inside {type(tree.root).__name__}, got {found},"
+                " which is not one of them"
+            )
     return chosen
-
-
-def _described(found: object) -> str:
-    """Describe for an error what the user's function returned."""
-    return f"a {type(found).__name__}" if isinstance(found, nn.Module) else repr(found)
 
 
 def _chosen_pieces(tree: _Tree, chosen: Sequence[nn.Module]) -> list[_Piece]:
     """Make a piece of each outermost chosen module; raise if none of them can be entered and owns parameters."""
     wanted = set(chosen)
-    pieces = [_Piece.of(tree, module, is_block=True) for module in _outermost_of(tree, tree.root, wanted)]
+    pieces = [_Piece.of(tree, module, is_block=True) for module in tree.outermost(tree.root, wanted)]
     if not pieces:
         raise PartitionError(
             f"units chose {len(wanted)} modules of {type(tree.root).__name__}, none of which can be entered and owns "
             'parameters; choose modules that do, or units="auto"'
         )
     return pieces
-
-
-def _outermost_of(tree: _Tree, module: nn.Module, wanted: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the outermost of the wanted modules below a module, as far as they can be entered."""
-    for part in tree.children[module]:
-        if part in wanted and tree.entries(part):
-            yield part
-        else:
-            yield from _outermost_of(tree, part, wanted)

@@ -5,23 +5,22 @@ Consecutive visits of one unit are one visit, as at the turn of a forward-backwa
 
 From an empty window, a forward-backward sweep over n units loads 2n - window of them, whatever `transfer` is: the last
 units of forward stay for the start of backward. With `transfer` 1 and any known order (without `wrap`), no schedule
-that loads what is due at once loads fewer. A visit costs time in proportion to the window, not to the number of units
-or the length of the pass.
+that loads what is due at once loads fewer. A visit costs time in proportion to the window, unless the order repeats a
+few units many times.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 NEVER = sys.maxsize
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """Evictions and then loads for one visit. If the visited unit was absent it is the first load.
 
     The other loads are prefetch, in order of next use.
@@ -41,8 +40,7 @@ class Schedule:
         self.loaded: dict[int, int] = {}
         self.loaded_nbytes = 0  # of the loaded units together
         self._clock = itertools.count(1)
-        self.window = window
-        self.transfer = transfer
+        self.window, self.transfer = window, transfer  # may change: excess units are evicted at the next visit
         self.begin()
 
     def begin(self, order: Sequence[int] = (), wrap: bool = False) -> None:
@@ -57,14 +55,6 @@ class Schedule:
             self._places.setdefault(unit, []).append(index)
         self._current: int | None = None
         self._at = -1  # position of the last predicted visit; with `wrap` it keeps counting past the end
-        self._uses: dict[int, int] = {}  # the next use of units that were asked for, until it is reached
-        self._forget_ahead()
-
-    def resize(self, window: int, transfer: int) -> None:
-        """Change window and transfer; excess units are evicted at the next visit."""
-        self.window = window
-        self.transfer = transfer
-        self._forget_ahead()
 
     def invalidate(self, units: Iterable[int]) -> list[int]:
         """Mark these units as not loaded, and return those that were loaded."""
@@ -93,9 +83,9 @@ class Schedule:
         if unit == self._current or not self._order:
             return False
         self._current = unit
-        predicted, position = self._at + 1, self._use(unit)
+        predicted, position = self._at + 1, self._next_use(unit, self._at)
         if position != NEVER:
-            self._advance(position)
+            self._at = position
         return position != predicted
 
     def _next_use(self, unit: int, position: int) -> int:
@@ -110,44 +100,21 @@ class Schedule:
         return (lap + 1) * len(self._order) + places[0] if self._wrap else NEVER
 
     def _use(self, unit: int) -> int:
-        """Return the next position at which the unit is predicted, or NEVER; computed once until it is passed."""
-        use = self._uses.get(unit, -1)
-        if use <= self._at:
-            use = self._uses[unit] = self._next_use(unit, self._at)
-        return use
+        """Return the next position at which the unit is predicted, or NEVER."""
+        return self._next_use(unit, self._at)
 
-    # The next distinct units, as a sorted list of the position of each one's next visit. Both ends only move forward,
-    # so that a pass costs time in proportion to its length however often its units repeat.
-
-    def _forget_ahead(self) -> None:
-        """Build the list of the next distinct units anew, from the current position."""
-        self._ahead: list[int] = []
-        self._ahead_units: set[int] = set()
-        self._scanned = self._at + 1
-        self._look_ahead()
-
-    def _advance(self, position: int) -> None:
-        """Move to a later position of the order, and update the list of the next distinct units."""
-        while self._ahead and self._ahead[0] <= position:
-            unit = self._order[self._ahead.pop(0) % len(self._order)]
-            again = self._next_use(unit, position)
-            if again < self._scanned:
-                insort(self._ahead, again)
-            else:
-                self._ahead_units.discard(unit)
-        self._at = position
-        self._scanned = max(self._scanned, position + 1)
-        self._look_ahead()
-
-    def _look_ahead(self) -> None:
-        """Extend the list of the next distinct units to as many as the window holds, or to the end of the order."""
-        end = self._at + 1 + len(self._order) if self._wrap else len(self._order)
-        while len(self._ahead) < self.window and self._scanned < end:
-            unit = self._order[self._scanned % len(self._order)]
-            if unit not in self._ahead_units:
-                self._ahead_units.add(unit)
-                self._ahead.append(self._scanned)
-            self._scanned += 1
+    def _wanted(self, unit: int) -> list[int]:
+        """List the positions of the next visits of other units: of as many as the window holds beside this one."""
+        order, length = self._order, len(self._order)
+        wanted: list[int] = []
+        seen = {unit}
+        for position in range(self._at + 1, self._at + 1 + length if self._wrap else length):
+            if (other := order[position % length]) not in seen:
+                seen.add(other)
+                wanted.append(position)
+                if len(wanted) == self.window - 1:
+                    break
+        return wanted
 
     # What to move
 
@@ -175,10 +142,10 @@ class Schedule:
         before that costs no extra load, since a place is empty or its unit would be evicted anyway. Free loads start
         when there are `transfer` of them.
         """
-        if self.loaded.keys() >= self._ahead_units:
+        if self.loaded.keys() >= self._places.keys():
             return [], []
         order, length = self._order, len(self._order)
-        wanted = [position for position in self._ahead if order[position % length] != unit][: self.window - 1]
+        wanted = self._wanted(unit)
         missing = [position for position in wanted if order[position % length] not in self.loaded]
         if not missing:
             return [], []

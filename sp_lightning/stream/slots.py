@@ -1,8 +1,8 @@
-"""The places in which modules store each parameter, and parameters that share their bytes."""
+"""The places in which modules store each parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -79,22 +79,3 @@ def _attribute_slots(module: nn.Module, scanned: set[int]) -> Iterator[tuple[Slo
 
 def _is_parameter(item: object) -> TypeGuard[nn.Parameter]:
     return isinstance(item, Tensor) and isinstance(item, nn.Parameter)  # the parameter check takes ten times as long
-
-
-def overlapping(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """List each tensor that begins inside earlier ones, as a pair: the earlier one that ends last, and the tensor."""
-    found: list[tuple[Tensor, Tensor]] = []
-    furthest: tuple[int, Tensor] | None = None  # the furthest end so far, and the tensor that ends there
-    for tensor in sorted(filter(Tensor.data_ptr, tensors), key=Tensor.data_ptr):  # tensors that have bytes
-        end = tensor.data_ptr() + _extent(tensor)
-        if furthest is not None and tensor.numel() and tensor.data_ptr() < furthest[0]:
-            found.append((furthest[1], tensor))
-        if furthest is None or end > furthest[0]:
-            furthest = end, tensor
-    return found
-
-
-def _extent(tensor: Tensor) -> int:
-    """Count the bytes from a tensor's first element to the end of its last one."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize if tensor.numel() else 0

@@ -192,8 +192,7 @@ class Window:
             self.drop(unit)
         if period:
             schedule.begin(period, wrap=True)
-        if (room.window, room.transfer) != (schedule.window, schedule.transfer):
-            schedule.resize(room.window, room.transfer)
+        schedule.window, schedule.transfer = room.window, room.transfer
         decision = schedule.visit(unit.index, self._in_use)
         counters.surprises += decision.surprise
         for index in decision.evict:
