@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from .compat.tensors import consists_of_tensors
-from .compat.torch import call_slot, graph_task, tree_map_only
+from .compat.torch import graph_task, tree_map_only
 from .errors import ExactnessError, UnsupportedError
-from .handles import open_handles
+from .handles import KeepFiled, open_handles
 from .host.device import Device
 from .host.recorder import Recorder
 from .host.room import Room
@@ -28,46 +28,37 @@ from .host.telemetry import Stats
 from .optim.figures import explaining, stats_of
 from .options import Options
 from .ranks.peers import Alone, Peers
-from .store.store import Store, is_in_source, is_same
+from .store.store import Store
 from .stream import parameters
 from .stream.activations import Activations
 from .stream.gradients import recover
 from .stream.lazy import set_requires_grad
-from .stream.leaf import FUSED, Weight, casts_of, has_form_of
-from .stream.partition import FoundUnit, partition
-from .stream.preflight import check_memory, choose_residents, free_bytes, too_many_residents
-from .stream.preparation import check_moves, materialize, move_buffers, pack_weights
-from .stream.shards import Sharded, ShardWeight, bring_to_host, check_supported, drawing_on_mesh
+from .stream.leaf import Weight, has_form_of
+from .stream.preparation import Cut, free_bytes, materialize, move_buffers, too_many_residents
+from .stream.shards import drawing_on_mesh
 from .stream.slots import slots
 from .stream.unit import HeldUnit, ResidentUnit, Unit
-from .stream.visits import Visit
-from .stream.wholes import Part, Whole, WholeWeight, part_of
+from .stream.visits import Visit, Visits
+from .stream.wholes import Whole, WholeWeight
 from .stream.window import Window
 
 CHUNK = 1 << 18  # elements of a slice, which fit a core's cache
-
-
-class _KeepFiled:
-    """A ``load_state_dict`` hook: a file-backed weight whose file has the loaded values stays in its file."""
-
-    def __init__(self, handle: Handle | None = None) -> None:
-        self._handle = None if handle is None else weakref.ref(handle)
-
-    def __reduce__(self) -> Any:
-        return _KeepFiled, ()  # copies of the module do not stream
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        handle = None if self._handle is None else self._handle()
-        filed = {id(weight.host): weight for weight in handle.weights if is_in_source(weight)} if handle else {}
-        for name, param in module.named_parameters(remove_duplicate=False) if filed else ():
-            if id(param) in filed and is_same(filed[id(param)].value, state.get(prefix + name)):
-                state[prefix + name] = param
 
 
 def _note_new(refer: weakref.ref[Handle], *_: Any) -> None:
     """Note on a handle that a module or parameter was registered anywhere in the process."""
     if (handle := refer()) is not None:
         handle._is_new = True
+
+
+def check_not_streamed(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise if another handle streams one of these parameters."""
+    for name, param in named:
+        if parameters.unit_of(param) is not None:
+            raise ExactnessError(
+                f"{name} is in another stream already: a weight can be in one at a time; close() the other handle,"
+                " or stream one module that contains both"
+            )
 
 
 class Handle:
@@ -103,34 +94,42 @@ class Handle:
                 last elements of a vector in another way.
         """
         self.module, self.options = module, options
-        self._wire = wire if options.wire_dtype == "auto" or options.master_weights else None
         self.team = team or Alone()
         self.device = Device(device, options.host_memory, self.team.slabs)
         free = free_bytes(self.device)
-        streamed, kept, first = self._cut(trains)
+        check_not_streamed(module.named_parameters())
+        self._cut = cut = Cut(module, options, self.device, wire, trains)
+        self.team.check_alike(
+            [f"the shard {whole.name} ({whole.shard_name()})" for whole in cut.shards],
+            "Ranks whose gradients are exchanged have the same shards: pass the group of the mesh's data axis, or"
+            " tensor_parallel_size= to a strategy",
+        )
+        materialize(module)
         self.units: list[Unit] = []
         self.store = Store(options.host_budget, options.disk, self.device)
         makes_trips = options.optimizer_device == "device" and not self.device.is_host
         self.steps = self.team.steps(chunk, options.optimizer_overlap, self.device, self.store, makes_trips)
-        self.steps.chose_residents = bool(first)
-        plain = [(param, param.data) for part in kept for _, param in part.params]
+        self.steps.chose_residents = bool(cut.chosen)
+        self.window = Window(self.device, Activations(options.activations, self.device))
+        self._gradients: Any = None
         self._first_called: Visit | None = None  # the first visit since the last step began
         self._is_new = False  # whether modules or parameters were added anywhere
         self._hooks: list[Any] = []
         self._drawing = contextlib.ExitStack()  # draws random numbers for shards on their mesh's device
-        self._visits: dict[nn.Module, Visit] = {}
+        entries: dict[nn.Module, Unit] = {}  # by the modules that need the whole unit
+        visit = functools.partial(Visit, window=self.window, outermost=self._outermost, compiles=options.compile_units)
+        self._visits = Visits(module, entries, visit)
         try:
-            self.window = Window(self.device, Activations(options.activations, self.device))
-            self._make_units(streamed, kept)
+            self._make_units(entries)
             self._start_units(makes_trips)
             self._notice_changes()
             move_buffers(module, self.device.torch_device)
             self.team.share_buffers(module)
-            self._attach()
+            self._visits.attach(self.units)
         except BaseException as error:
-            self._disconnect(plain)
-            if first and isinstance(error, torch.OutOfMemoryError):
-                raise too_many_residents(self.device, first, free) from error
+            self.close()
+            if cut.chosen and isinstance(error, torch.OutOfMemoryError):
+                raise too_many_residents(self.device, cut.chosen, free) from error
             raise
         open_handles.add(self)
 
@@ -243,11 +242,6 @@ class Handle:
         return self.team.no_sync()
 
     @property
-    def managed(self) -> list[str]:
-        """The names of all streamed parameters, as ``named_parameters()`` has them."""
-        return [weight.name for weight in self.weights]
-
-    @property
     def grows(self) -> bool:
         """Whether the window is "auto", and grows into memory that steps leave free."""
         return self.options.window == "auto"
@@ -264,41 +258,19 @@ class Handle:
 
     # ---- making
 
-    def _cut(self, trains: bool) -> tuple[list[FoundUnit], list[FoundUnit], list[FoundUnit]]:
-        """Cut the module into units; return those that stream, those that stay, and which of these ``resident`` chose.
-
-        Raises for weights that cannot be streamed, and where memory does not suffice.
-        """
-        module, options = self.module, self.options
-        pack_weights(module)
-        bring_to_host(module)
-        if not self.device.is_host:
-            check_moves(module)
-        self._slots = slots(module)
-        self._check_not_streamed(module.named_parameters())
-        cut = partition(module, options.units)
-        self._check_shards(cut)
-        first = choose_residents(cut, self._slots, 0 if options.resident == "auto" else options.resident)
-        streamed = [part for part in cut if not part.resident and part not in first]
-        streams = {id(param) for part in streamed for _, param in part.params}
-        casts_to = None if options.master_weights else self._wire
-        self._narrow = streams & casts_of(module, casts_to, self.device.torch_device.type)
-        check_memory(cut, options, self.device, self._wire_of, trains)
-        materialize(module)
-        return streamed, [part for part in cut if part not in streamed], first
-
-    def _make_units(self, streamed: list[FoundUnit], kept: list[FoundUnit]) -> None:
-        """Create a unit for each part that streams, and up to two for all weights that stay on the device."""
-        options = self.options
-        rest = [named for part in kept for named in part.params]
-        wholes = [whole for part in kept for whole in part.wholes]
+    def _make_units(self, entries: dict[nn.Module, Unit]) -> None:
+        """Create a unit for each part that streams, and up to two for all weights that stay; list them by entry."""
+        options, cut = self.options, self._cut
+        rest = [named for part in cut.kept for named in part.params]
+        wholes = [whole for part in cut.kept for whole in part.wholes]
         of_wholes = {id(tensor) for whole in wholes for _, tensor in whole.parts}
         plain_rest = [(name, param) for name, param in rest if id(param) not in of_wholes]
-        host_params = [part.params for part in streamed] + [plain_rest] * options.master_weights
+        host_params = [part.params for part in cut.streamed] + [plain_rest] * options.master_weights
         window = 1 if options.window == "auto" else options.window
-        self.store.choose(host_params, self._wire_of, options.master_weights, window)
-        made = [self._add_unit(Unit, part.name, part.params, part.wholes) for part in streamed]
-        self._entries = {root: unit for part, unit in zip(streamed, made, strict=True) for _, root in part.modules}
+        self.store.choose(host_params, cut.travels_as, options.master_weights, window)
+        for part in cut.streamed:
+            unit = self._add_unit(Unit, part.name, part.params, part.wholes)
+            entries |= {root: unit for _, root in part.modules}
         if plain_rest:
             self._add_unit(self._kind_of_rest, "(resident)", plain_rest)
         if wholes:
@@ -328,7 +300,7 @@ class Handle:
         note = functools.partial(_note_new, weakref.ref(self))  # a weak reference, so that a dropped handle is garbage
         self._hooks += [register_module_parameter_registration_hook(note)]
         self._hooks += [register_module_module_registration_hook(note)]
-        keep: Any = _KeepFiled(self)
+        keep: Any = KeepFiled(self)
         self._hooks += [self.module.register_load_state_dict_pre_hook(keep)]  # type: ignore[no-untyped-call]
 
     @property
@@ -340,41 +312,22 @@ class Handle:
         self,
         kind: type[Unit],
         name: str,
-        params: Iterable[tuple[str, nn.Parameter]],
+        params: Sequence[tuple[str, nn.Parameter]],
         wholes: Iterable[Whole] = (),
     ) -> Unit:
         """Create a unit of these parameters, add it to `units`, and register it with the steps."""
-        index, has_masters = len(self.units), self.options.master_weights
-        parts: dict[int, Weight] = {}
-        for whole in wholes:
-            if isinstance(whole, Sharded):
-                in_a_group = type(self.team) is not Alone
-                parts[id(part_of(whole))] = ShardWeight(whole, self._slots[whole.parameter], in_a_group)
-            else:
-                parts |= {id(named[1]): Part(*named) for named in whole.parts}
-        weights = []
-        for own_name, param in params:
-            wire = self._wire_of(param)
-            place = self.store.place_of(index, param, wire)
-            dtype = wire if place is None else param.dtype
-            if id(param) in parts:
-                weights.append(parts[id(param)])
-            else:
-                weights.append(Weight(own_name, param, self._slots[param], dtype, has_masters))
-            weights[-1].place = place
-        self.units.append(kind(index, name, weights, self.device, self.window, self.store.filed(name, weights)))
-        self.units[-1].spill = self.store.gradients_of(index)
+        index, in_a_group = len(self.units), type(self.team) is not Alone
+        places = [self.store.place_of(index, param, self._cut.travels_as(param)) for _, param in params]
+        weights = [self._cut.weight(*named, place, in_a_group) for named, place in zip(params, places, strict=True)]
+        unit = kind(index, name, weights, self.device, self.window, self.store.filed(name, weights))
+        unit.spill = self.store.gradients_of(index)
+        parts = {id(weight.host): weight for weight in weights}
         for whole in (whole for whole in wholes if not whole.is_shard):
             own = [parts[id(tensor)] for _, tensor in whole.parts]
-            made = WholeWeight(whole, self._slots[whole.parameter], own, self.device.torch_device)
-            self.units[-1].wholes.append(made)
-        self.steps.add_unit(self.units[-1])
-        return self.units[-1]
-
-    def _wire_of(self, param: nn.Parameter) -> torch.dtype:
-        """Return the type in which a parameter is copied to the device, unless it is file-backed."""
-        is_narrow = param.dtype is torch.float32 if self.options.master_weights else id(param) in self._narrow
-        return self._wire if self._wire is not None and is_narrow else param.dtype
+            unit.wholes.append(WholeWeight(whole, self._cut.slots[whole.parameter], own, self.device.torch_device))
+        self.units.append(unit)
+        self.steps.add_unit(unit)
+        return unit
 
     def _connect(self, unit: Unit) -> None:
         """Register gradient hooks on a unit's leaves, and make readers of its weights wait for pending work."""
@@ -395,77 +348,6 @@ class Handle:
         if unit.is_held:
             unit.show()
 
-    def _disconnect(self, plain: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Undo a failed `__init__`: make the module plain again; resident parameters get these tensors back."""
-        for hook in self._hooks:
-            hook.remove()
-        self._drawing.close()
-        for visit in self._visits.values():
-            visit.close()
-        self.steps.close()
-        for weight in self.weights:
-            parameters.release(weight)
-        for unit in self.units:
-            parameters.forget_wholes(unit)
-        for param, data in plain:
-            param.data = data
-        move_buffers(self.module, torch.device("cpu"))
-        self.store.close()
-        self.team.close()
-        self.device.close()
-
-    def _check_shards(self, cut: Any) -> None:
-        """Raise if the module's DTensors cannot be streamed with these options, or differ between ranks. Collective."""
-        options = self.options
-        refused = {
-            "master_weights=True": options.master_weights,
-            "optimizer_device='device'": options.optimizer_device == "device",
-            "compile_units=True": options.compile_units,
-            "disk= or host_budget=": options.uses_files,
-        }
-        wholes = [whole for unit in cut for whole in unit.wholes if isinstance(whole, Sharded)]
-        shards = [f"the shard {whole.name} ({whole.shard_name()})" for whole in wholes]
-        self.team.check_alike(
-            shards,
-            "Ranks whose gradients are exchanged have the same shards: pass the group of the mesh's data axis, or"
-            " tensor_parallel_size= to a strategy",
-        )
-        check_supported(cut, self.device.torch_device, refused)
-
-    @staticmethod
-    def _check_not_streamed(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Raise if another handle streams one of these parameters."""
-        for name, param in named:
-            if parameters.unit_of(param) is not None:
-                raise ExactnessError(
-                    f"{name} is in another stream already: a weight can be in one at a time; close() the other handle,"
-                    " or stream one module that contains both"
-                )
-
-    def _attach(self) -> None:
-        """Install or update a visit at each module that owns weights or contains modules that do."""
-        owner = {id(weight.host): weight.unit for weight in self.weights}
-        owner |= {id(whole.host): unit for unit in self.units for whole in unit.wholes}
-        resident = [unit for unit in self.units if unit.is_held]
-        in_entries = {module for root in self._entries for module in root.modules()}
-        for name, module in self.module.named_modules():
-            used = module.parameters() if isinstance(module, FUSED) else module._parameters.values()
-            own = [owner[id(p)] for p in used if p is not None and id(p) in owner]
-            asked = module.layers[:1].parameters() if isinstance(module, nn.TransformerEncoder) else ()
-            inside = {owner[id(p)] for p in module.parameters() if id(p) in owner}
-            entry = [self._entries[module]] if module in self._entries else []
-            around = resident if module not in in_entries else []
-            units = list(dict.fromkeys([*entry, *own, *around]))
-            if module not in self._visits and (units or asked or module is self.module):
-                where, compiles = name or type(module).__name__, bool(entry) and self.options.compile_units
-                self._visits[module] = Visit(
-                    module, where, units, bool(entry), self.window, self._outermost, module is self.module, compiles
-                )
-            if (visit := self._visits.get(module)) is not None:
-                visit.units[:] = units
-                visit.asked = list(dict.fromkeys(owner[id(p)] for p in asked if id(p) in owner))
-                visit.contains_others = not inside <= {*units}
-
     # ---- between steps
 
     def _outermost(self, called: Visit) -> AbstractContextManager[None]:
@@ -476,12 +358,10 @@ class Handle:
         called first.
         """
         is_again = called is self._first_called and not torch.is_grad_enabled()
-        is_first = called.is_root or self.steps.has_stepped or is_again
+        is_first = called.module is self.module or self.steps.has_stepped or is_again
         if is_first:
             self.steps.has_stepped, self._first_called = False, called
-            for visit in self._visits.values():
-                if call_slot(visit.module) is not visit:
-                    visit.take_slot()
+            self._visits.retake_slots()
         if self._is_new and not any(unit.bound for unit in self.units):  # some are in a call of another stream's root
             self._place_new()
             self._is_new = False
@@ -494,16 +374,16 @@ class Handle:
         """
         if self.before_new is not None:
             self.before_new(self.module)
-        self._slots = slots(self.module)
+        found = self._cut.slots = slots(self.module)
         known = {id(weight.host) for weight in self.weights}
         known |= {id(whole.host) for unit in self.units for whole in unit.wholes}
-        gone = {weight.name: weight for weight in self.weights if weight.slots and weight.host not in self._slots}
+        gone = {weight.name: weight for weight in self.weights if weight.slots and weight.host not in found}
         named = []
         for name, param in self.module.named_parameters():
             if id(param) in known:
                 continue
             self.team.check_new(name)
-            self._check_not_streamed([(name, param)])
+            check_not_streamed([(name, param)])
             parameters.let_go_of_weight(param)
             if name in gone and gone[name].place is None and has_form_of(gone[name], param):
                 self.steps.bring_state_to_host(gone[name].host)
@@ -511,7 +391,7 @@ class Handle:
             else:
                 named.append((name, param))
         for weight in self.weights:
-            weight.slots = self._slots.get(weight.host, [])
+            weight.slots = found.get(weight.host, [])
         for unit in self.units:
             unit.note_slots()
         for name, param in named:
@@ -523,7 +403,7 @@ class Handle:
         if named:
             self._connect(self._add_unit(self._kind_of_rest, "(added)", named))
         move_buffers(self.module, self.device.torch_device)
-        self._attach()
+        self._visits.attach(self.units)
 
     def finish_step(self) -> None:
         """Wait for all pending optimizer steps."""
@@ -543,7 +423,8 @@ class Handle:
             ends.callback(self.store.close)
             ends.callback(move_buffers, self.module, torch.device("cpu"))
             ends.callback(self.team.close)
-            ends.callback(self._gradients.close)
+            if self._gradients is not None:
+                ends.callback(self._gradients.close)
             ends.callback(self.window.policy.ring.close)
             for weight in self.weights:
                 ends.callback(parameters.release, weight)
@@ -556,8 +437,7 @@ class Handle:
             ends.callback(self.steps.close)
             for unit in self.units:
                 ends.callback(unit.wait_step)
-            for visit in self._visits.values():
-                ends.callback(visit.close)
+            ends.callback(self._visits.close)
             for hook in self._hooks:
                 ends.callback(hook.remove)
             ends.callback(self._drawing.close)

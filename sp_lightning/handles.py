@@ -8,7 +8,10 @@ import os
 import weakref
 from typing import Any
 
+from torch import nn
+
 from .compat.torch import forbid_access, storage_id
+from .store.store import is_in_source, is_same
 
 open_handles: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -36,6 +39,23 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+class KeepFiled:
+    """A ``load_state_dict`` hook: a file-backed weight whose file has the loaded values stays in its file."""
+
+    def __init__(self, handle: Any = None) -> None:
+        self._handle = None if handle is None else weakref.ref(handle)
+
+    def __reduce__(self) -> Any:
+        return KeepFiled, ()  # copies of the module do not stream
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        handle = None if self._handle is None else self._handle()
+        filed = {id(weight.host): weight for weight in handle.weights if is_in_source(weight)} if handle else {}
+        for name, param in module.named_parameters(remove_duplicate=False) if filed else ():
+            if id(param) in filed and is_same(filed[id(param)].value, state.get(prefix + name)):
+                state[prefix + name] = param
 
 
 class _Garbage:

@@ -39,7 +39,7 @@ from ..host.device import check_supported
 from ..options import Options, is_int
 from ..ranks.peers import Peers
 from ..ranks.shared_slabs import check_possible
-from ..stream.preflight import check_copies
+from ..stream.preparation import check_copies
 from ..stream.shards import registering_on_host
 from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment, TunerExit
 

@@ -49,6 +49,7 @@ from ..compat.tensors import (
 )
 from ..compat.torch import HOOKS_AFTER_ACCUMULATION, TorchDispatchMode, hooks_of_gradient, without_dispatch
 from ..errors import PartitionError, UnsupportedError
+from ..options import Options
 from .lazy import grad_of, set_grad
 from .leaf import Weight
 from .slots import Slot
@@ -158,13 +159,15 @@ def on_host(grad: Tensor) -> Tensor:
 # ---- before it streams
 
 
-def check_supported(units: Iterable[Any], device: torch.device, refused: dict[str, bool]) -> None:
-    """Raise if a DTensor has a hook, a set option takes no DTensors, or its mesh is not of the device's kind.
-
-    ``refused``: options that take no DTensors, and whether each is set.
-    """
-    sharded = [whole for unit in units for whole in unit.wholes if isinstance(whole, Sharded)]
-    for whole in sharded:
+def check_supported(shards: Iterable[Sharded], device: torch.device, options: Options) -> None:
+    """Raise if a DTensor has a hook, a set option takes no DTensors, or its mesh is not of the device's kind."""
+    refused = {
+        "master_weights=True": options.master_weights,
+        "optimizer_device='device'": options.optimizer_device == "device",
+        "compile_units=True": options.compile_units,
+        "disk= or host_budget=": options.uses_files,
+    }
+    for whole in shards:
         if hooks_of_gradient(whole.parameter) or getattr(whole.parameter, HOOKS_AFTER_ACCUMULATION, None):
             raise UnsupportedError(
                 f"{whole.name} is a DTensor with a hook, and hooks get no gradients of one that streams: remove it"

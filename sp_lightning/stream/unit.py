@@ -23,7 +23,7 @@ from ..compat.torch import without_dispatch
 from ..host.device import NOT_RECORDED, Arrival, Device, aligned, dense_strides
 from ..host.room import UnitNumbers
 from ..store.store import FiledWeights
-from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version
+from .lazy import data_of, requires_grad_of, set_data, set_requires_grad, stored_version
 from .leaf import Absent, Leaf, Narrow, Visitor, Weight, stepped_already, version_of
 from .residency import NO_BYTES, Presence, Residency, show_versions
 from .wholes import WholeWeight
@@ -502,6 +502,10 @@ class ResidentUnit(Unit):
 
     def evict(self) -> None:
         """Copy all weights to the host, and release the memory on the device, at the end of the stream. Blocks."""
+        with without_dispatch():
+            for weight, source in zip(self.weights, self.sources, strict=False):  # the device had no memory for them
+                set_data(weight.host, source)
+                weight.is_ahead = False
         for weight in self.weights:
             self.before_host_access(weight)
         super().evict()

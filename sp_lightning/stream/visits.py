@@ -7,7 +7,7 @@ A visit sits in the slot that `module.compile()` uses: forward hooks of the user
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import Any
@@ -25,7 +25,7 @@ from ..compat.torch import call_slot, graph_task, plain_call, set_call_slot, top
 from ..errors import ExactnessError
 from .activations import SavedTensors
 from .lazy import found_in
-from .leaf import NO_CONTEXT, Weight
+from .leaf import FUSED, NO_CONTEXT, Weight
 from .recompute import Recompute
 from .unit import Unit
 from .window import Window
@@ -38,19 +38,17 @@ class Visit:
         self,
         module: nn.Module,
         name: str,
-        units: Sequence[Unit],
         is_entry: bool,
         window: Window,
         outermost: Callable[[Visit], AbstractContextManager[None]],
-        is_root: bool,
         compiles: bool = False,
     ) -> None:
-        self.is_root, self._compiles = is_root, compiles
-        self.contains_others = False  # whether modules inside have weights of other units
-        self.asked: list[Unit] = []  # units of modules inside, whose weights this module reads in evaluation
-        self.module, self.units, self.is_entry = module, list(units), is_entry
+        self.module, self._name, self._is_entry = module, name, is_entry
         self._window, self._policy, self._outermost = window, window.policy, outermost
-        self._name = name
+        self._compiles = is_entry and compiles
+        self.units: list[Unit] = []
+        self.asked: list[Unit] = []  # units of modules inside, whose weights this module reads in evaluation
+        self.contains_others = False  # whether modules inside have weights of other units
         self._recompute = Recompute(module, name, self._policy.device.torch_device)
         self.take_slot()
 
@@ -105,7 +103,7 @@ class Visit:
                 args, kwargs = self._moved_to_device((args, kwargs))
         visit = functools.partial(self._run_bound, call, lends)
         with scope:
-            if self.is_entry and not self.units[0].depth and torch.is_grad_enabled():
+            if self._is_entry and not self.units[0].depth and torch.is_grad_enabled():
                 return self._policy.run(self._recompute, visit, args, kwargs)
             return visit(*args, **kwargs)
 
@@ -161,3 +159,44 @@ class Visit:
         self._policy.device.counters.writebacks += 1
         for weight in written:
             unit.keep_write(weight)
+
+
+class Visits:
+    """The visits of a module and of the modules inside it."""
+
+    def __init__(self, module: nn.Module, entries: Mapping[nn.Module, Unit], make: Callable[..., Visit]) -> None:
+        self._module, self._entries, self._make = module, entries, make
+        self._visits: dict[nn.Module, Visit] = {}
+
+    def attach(self, units: Sequence[Unit]) -> None:
+        """Put a visit before each module that owns weights of these units, or contains modules that do."""
+        owner = {id(weight.host): unit for unit in units for weight in unit.weights}
+        owner |= {id(whole.host): unit for unit in units for whole in unit.wholes}
+        held = [unit for unit in units if unit.is_held]
+        in_entries = {module for root in self._entries for module in root.modules()}
+
+        def owners(params: Iterable[nn.Parameter | None]) -> list[Unit]:
+            """List the units of parameters."""
+            return list(dict.fromkeys(owner[id(param)] for param in params if id(param) in owner))
+
+        for name, module in self._module.named_modules():
+            own = owners(module.parameters() if isinstance(module, FUSED) else module._parameters.values())
+            asked = owners(module.layers[:1].parameters()) if isinstance(module, nn.TransformerEncoder) else []
+            entry = [self._entries[module]] if module in self._entries else []
+            used = list(dict.fromkeys([*entry, *own, *(held if module not in in_entries else ())]))
+            if module not in self._visits and (used or asked or module is self._module):
+                self._visits[module] = self._make(module, name or type(module).__name__, bool(entry))
+            if (visit := self._visits.get(module)) is not None:
+                visit.units, visit.asked = used, asked
+                visit.contains_others = not {*owners(module.parameters())} <= {*used}
+
+    def retake_slots(self) -> None:
+        """Put visits back before modules in whose call slots the user has put something else."""
+        for visit in self._visits.values():
+            if call_slot(visit.module) is not visit:
+                visit.take_slot()
+
+    def close(self) -> None:
+        """Give the modules' call slots back."""
+        for visit in self._visits.values():
+            visit.close()

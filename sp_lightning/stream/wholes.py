@@ -37,10 +37,6 @@ class Whole:
     parts: tuple[tuple[str, Any], ...]  # names and tensors
     is_shard: ClassVar[bool] = False  # whether it is a DTensor, whose only part is this process's shard (shards.py)
 
-    def shard_name(self) -> str:
-        """Describe which shard of the parameter this process has, for a comparison of ranks."""
-        return "all of it"
-
 
 def part_of(whole: Whole) -> Tensor:
     """Return the only part of a DTensor: its shard."""

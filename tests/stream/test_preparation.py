@@ -1,4 +1,4 @@
-"""A run that can not fit stops before it starts; a host that would be filled is warned, in numbers, before it is."""
+"""A run that cannot fit stops before it starts; a host that several processes would fill is warned of, in numbers."""
 
 import logging
 
@@ -10,12 +10,9 @@ from torch import nn
 import parity
 import sp_lightning
 from sp_lightning.errors import MemoryBudgetError
-from sp_lightning.host.device import Device
 from sp_lightning.host.machine import HostMemory
 from sp_lightning.host.room import UnitNumbers, first_window
-from sp_lightning.options import Options
-from sp_lightning.stream import preflight
-from sp_lightning.stream.partition import partition
+from sp_lightning.stream import preparation
 
 MIB, GIB = 2**20, 2**30
 
@@ -66,27 +63,15 @@ def test_inference_by_hand_needs_no_room_for_gradients():
         assert handle.module(torch.zeros(2, 256)).shape == (2, 256)
 
 
-def test_a_host_that_would_be_filled_is_warned_in_numbers(monkeypatch, caplog):
-    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, 3 * GIB, "machine", 4 * GIB))
-    made = nn.Sequential(*(nn.Linear(2**14, 2**14, device="meta") for _ in range(2)))  # 2 GiB
-    for disk in (None, "."):
-        options = Options(disk=disk)
-        with caplog.at_level(logging.WARNING, "sp_lightning"):
-            preflight.check_memory(partition(made), options, Device("cpu"), lambda parameter: parameter.dtype, True)
-    [warned] = caplog.messages
-    assert "take 8.00 GiB more of host memory: gradients 2.00 GiB, optimizer 4.00 GiB if it is AdamW" in warned
-    assert "but 3.00 GiB are free, and the system may end the process" in warned
-
-
 def test_processes_that_make_more_copies_than_fit_are_warned_of(monkeypatch, caplog):
-    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, GIB, "machine", 4 * GIB))
+    monkeypatch.setattr(preparation, "host_memory", lambda: HostMemory(4 * GIB, GIB, "machine", 4 * GIB))
     made = nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False)  # 1 GiB, of which no page is touched
     with caplog.at_level(logging.WARNING, "sp_lightning"):
-        preflight.check_copies(made, 2)
-        preflight.check_copies(made.to("meta"), 4)
+        preparation.check_copies(made, 2)
+        preparation.check_copies(made.to("meta"), 4)
     assert not caplog.records
-    monkeypatch.setattr(preflight, "host_memory", lambda: HostMemory(4 * GIB, 2 * GIB, "machine", 4 * GIB))
+    monkeypatch.setattr(preparation, "host_memory", lambda: HostMemory(4 * GIB, 2 * GIB, "machine", 4 * GIB))
     with caplog.at_level(logging.WARNING, "sp_lightning"):
-        preflight.check_copies(nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False), 4)
+        preparation.check_copies(nn.utils.skip_init(nn.Linear, 2**14, 2**14, bias=False), 4)
     assert "each of 4 processes makes the model in __init__, with 1.00 GiB of weights" in caplog.text
     assert "3.00 GiB more, but 2.00 GiB are free" in caplog.text
