@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from .compat.tensors import consists_of_tensors
 from .compat.torch import graph_task, tree_map_only
-from .errors import ExactnessError, UnsupportedError
-from .handles import KeepFiled, open_handles
+from .errors import UnsupportedError
+from .handles import KeepFiled, note_new, open_handles
 from .host.device import Device
 from .host.recorder import Recorder
 from .host.room import Room
@@ -32,33 +32,18 @@ from .store.store import Store
 from .stream import parameters
 from .stream.activations import Activations
 from .stream.gradients import recover
+from .stream.held import HeldUnit, ResidentUnit
 from .stream.lazy import set_requires_grad
 from .stream.leaf import Weight, has_form_of
-from .stream.preparation import Cut, free_bytes, materialize, move_buffers, too_many_residents
+from .stream.preparation import Cut, check_not_streamed, free_bytes, materialize, move_buffers, too_many_residents
 from .stream.shards import drawing_on_mesh
 from .stream.slots import slots
-from .stream.unit import HeldUnit, ResidentUnit, Unit
+from .stream.unit import Unit
 from .stream.visits import Visit, Visits
 from .stream.wholes import Whole, WholeWeight
 from .stream.window import Window
 
 CHUNK = 1 << 18  # elements of a slice, which fit a core's cache
-
-
-def _note_new(refer: weakref.ref[Handle], *_: Any) -> None:
-    """Note on a handle that a module or parameter was registered anywhere in the process."""
-    if (handle := refer()) is not None:
-        handle._is_new = True
-
-
-def check_not_streamed(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raise if another handle streams one of these parameters."""
-    for name, param in named:
-        if parameters.unit_of(param) is not None:
-            raise ExactnessError(
-                f"{name} is in another stream already: a weight can be in one at a time; close() the other handle,"
-                " or stream one module that contains both"
-            )
 
 
 class Handle:
@@ -90,8 +75,7 @@ class Handle:
             wire: The type to which autocast casts in this run, or in which the module computes with
                 ``master_weights``; None: each weight travels in its own.
             trains: Whether training certainly follows.
-            chunk: Elements that the host steps at a time. A multiple of 64, because torch's fused kernels round the
-                last elements of a vector in another way.
+            chunk: Elements that the host steps at a time. A multiple of 64: fused kernels round a tail otherwise.
         """
         self.module, self.options = module, options
         self.team = team or Alone()
@@ -113,9 +97,10 @@ class Handle:
         self.window = Window(self.device, Activations(options.activations, self.device))
         self._gradients: Any = None
         self._first_called: Visit | None = None  # the first visit since the last step began
-        self._is_new = False  # whether modules or parameters were added anywhere
-        self._hooks: list[Any] = []
-        self._drawing = contextlib.ExitStack()  # draws random numbers for shards on their mesh's device
+        self.is_new = False  # whether modules or parameters were added anywhere
+        self._process_wide = contextlib.ExitStack()  # what this handle has set in torch, and undoes at its end
+        # The class of the unit of resident weights: the truth of FP32 masters is on the host.
+        self._kind_of_rest: type[Unit] = HeldUnit if options.master_weights else ResidentUnit
         entries: dict[nn.Module, Unit] = {}  # by the modules that need the whole unit
         visit = functools.partial(Visit, window=self.window, outermost=self._outermost, compiles=options.compile_units)
         self._visits = Visits(module, entries, visit)
@@ -131,6 +116,7 @@ class Handle:
             if cut.chosen and isinstance(error, torch.OutOfMemoryError):
                 raise too_many_residents(self.device, cut.chosen, free) from error
             raise
+        cut.streamed = cut.kept = cut.chosen = []  # parameters that are replaced later may be freed
         open_handles.add(self)
 
     # ---- what doors call
@@ -232,19 +218,9 @@ class Handle:
         if recorder is not None:
             recorder.flush()
 
-    @property
-    def rank(self) -> int:
-        """The number of this process among those that train the model."""
-        return self.team.rank
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards leave gradients of this rank alone in `.grad`, as under DDP."""
         return self.team.no_sync()
-
-    @property
-    def grows(self) -> bool:
-        """Whether the window is "auto", and grows into memory that steps leave free."""
-        return self.options.window == "auto"
 
     @property
     def uses_files(self) -> bool:
@@ -293,20 +269,18 @@ class Handle:
         for unit in self.units:
             self._connect(unit)
         if any(weight.is_shard for weight in self.weights):
-            self._drawing.enter_context(drawing_on_mesh())
+            self._process_wide.enter_context(drawing_on_mesh())  # random numbers for shards
 
     def _notice_changes(self) -> None:
         """Register hooks for modules and parameters that are added, and for weights that are loaded."""
-        note = functools.partial(_note_new, weakref.ref(self))  # a weak reference, so that a dropped handle is garbage
-        self._hooks += [register_module_parameter_registration_hook(note)]
-        self._hooks += [register_module_module_registration_hook(note)]
+        note = functools.partial(note_new, weakref.ref(self))  # a weak reference, so that a dropped handle is garbage
         keep: Any = KeepFiled(self)
-        self._hooks += [self.module.register_load_state_dict_pre_hook(keep)]  # type: ignore[no-untyped-call]
-
-    @property
-    def _kind_of_rest(self) -> type[Unit]:
-        """The class of the unit of resident weights: held if they have FP32 masters, whose truth is on the host."""
-        return HeldUnit if self.options.master_weights else ResidentUnit
+        for hook in (
+            register_module_parameter_registration_hook(note),
+            register_module_module_registration_hook(note),
+            self.module.register_load_state_dict_pre_hook(keep),  # type: ignore[no-untyped-call]
+        ):
+            self._process_wide.callback(hook.remove)
 
     def _add_unit(
         self,
@@ -362,9 +336,9 @@ class Handle:
         if is_first:
             self.steps.has_stepped, self._first_called = False, called
             self._visits.retake_slots()
-        if self._is_new and not any(unit.bound for unit in self.units):  # some are in a call of another stream's root
+        if self.is_new and not any(unit.bound for unit in self.units):  # some are in a call of another stream's root
             self._place_new()
-            self._is_new = False
+            self.is_new = False
         return self.scope("forward") if is_first and graph_task() == -1 else contextlib.nullcontext()
 
     def _place_new(self) -> None:
@@ -388,18 +362,17 @@ class Handle:
             if name in gone and gone[name].place is None and has_form_of(gone[name], param):
                 self.steps.bring_state_to_host(gone[name].host)
                 parameters.replace(gone[name], param)
-            else:
-                named.append((name, param))
-        for weight in self.weights:
-            weight.slots = found.get(weight.host, [])
-        for unit in self.units:
-            unit.note_slots()
-        for name, param in named:
+                continue
             if consists_of_tensors(param):
                 raise UnsupportedError(
                     f"{name} is a {type(param).__name__}, which consists of several tensors, and came after streaming"
                     " began: quantise and load such weights before the module is streamed"
                 )
+            named.append((name, param))
+        for weight in self.weights:
+            weight.slots = found.get(weight.host, [])
+        for unit in self.units:
+            unit.note_slots()
         if named:
             self._connect(self._add_unit(self._kind_of_rest, "(added)", named))
         move_buffers(self.module, self.device.torch_device)
@@ -438,9 +411,7 @@ class Handle:
             for unit in self.units:
                 ends.callback(unit.wait_step)
             ends.callback(self._visits.close)
-            for hook in self._hooks:
-                ends.callback(hook.remove)
-            ends.callback(self._drawing.close)
+            ends.callback(self._process_wide.close)
             ends.callback(recover)
 
     def __enter__(self) -> Handle:

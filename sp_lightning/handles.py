@@ -1,4 +1,4 @@
-"""The handles of a process: what a fork does to them, and how those of dropped modules are found and closed."""
+"""The handles of a process: what forks and hooks do to them, and how those of dropped modules are found and closed."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+def note_new(refer: weakref.ref[Any], *_: Any) -> None:
+    """Note on a handle that a module or parameter was registered anywhere in the process."""
+    if (handle := refer()) is not None:
+        handle.is_new = True
 
 
 class KeepFiled:

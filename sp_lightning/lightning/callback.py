@@ -237,7 +237,7 @@ class SuperpipelineCallback(Callback):
         """Write the timeline, of each rank but the first in a folder of its own; warn if it cannot be written."""
         assert self._report is not None and self._handle is not None
         self._written = True
-        if rank := self._handle.rank:
+        if rank := self._handle.team.rank:
             directory = directory / f"rank{rank}"
         made = Timeline.of(type(pl_module).__name__, steps, self._report.last, floor_s(typical(steps)))
         try:

@@ -118,7 +118,7 @@ class RunReport:
     def table(self) -> dict[str, str]:
         """Return the rows of a table for the beginning of a run: units, window and memory on both sides, by name."""
         stats, rest = self._handle.stats(), self._handle.stats()["resident_root_bytes"]
-        grows = ", until the first steps show what is free" if self._handle.grows else ""
+        grows = ", until the first steps show what is free" if self._handle.options.window == "auto" else ""
         host = f"weights {format_bytes(stats['host_weight_bytes'])}, "
         host += f"gradients {format_bytes(stats['host_gradient_bytes'])}, and the optimizer's state"
         rows = {

@@ -8,9 +8,8 @@ on the device.
 - Blocks: a block is a module with modules of its own that is an element of a ModuleList, or repeats its class in a
   Sequential or ModuleDict, or is one of at least three attributes of one class (two are often two towers), or is of a
   class that the model declares in `_no_split_modules` (transformers). Of nested blocks the outermost is the unit.
-- Stages: a stage is a block made of repeated blocks, and then these are the units. A container of blocks always is a
-  stage. Any other module is one if it is larger than an eighth of the model and the blocks in its containers are three
-  quarters of it: otherwise too few units would be left to stream. Small expert models are cut into experts this way.
+- Stages: a stage is a block made of repeated blocks, and then these are the units: a container of blocks, or a block
+  of over an eighth of the model of which repeated blocks are three quarters. Small expert models are cut into experts.
 - Large modules: the typical unit is the block that contains the median byte, but at least 1/64 of the model. A module
   larger than both four typical units and an eighth of the model, or larger than `max_bytes`, is cut into its children.
 - Uncut modules: torch.nn's own except its containers, because MultiheadAttention and TransformerEncoderLayer read their
@@ -18,9 +17,8 @@ on the device.
   and one that would give a single piece. A root that may not be cut is resident as a whole.
 - Small parts: a block is small below 1/128 of the typical unit, any other part below a quarter of it. The small parts
   of a block that was cut travel as one: an attention and its norms beside experts that became units.
-- The rest: small parts stay on the device, smallest first, up to the bytes of one typical unit: but for what no module
-  enters, the resident rest never costs more than one more place in the window would. Small neighbours beyond that are
-  packed together.
+- The rest: small parts stay on the device, smallest first, up to the bytes of one typical unit, as does what no module
+  enters. Small neighbours beyond that are packed together.
 - Entries: a unit is entered through the forward of a module. So a module without one (ModuleList, ParameterList) is
   replaced by its children, and parameters without a module to enter (of the root, of one that was cut) are resident.
 - Wholes: a frozen parameter that consists of several tensors (a quantised one, of any library) is a *whole*: its
@@ -258,7 +256,6 @@ class _Auto:
         self.blocks = self._blocks()
         self.declared = self._declared()
         self.unit_blocks = (self.declared | self.blocks) - self._stages()  # units, unless they are too large
-        self.holds_unit_block = self._holders(self.unit_blocks)
         block_bytes = [tree.nbytes[block] for block in tree.outermost(tree.root, self.unit_blocks)]
         self.typical = max(_median_byte_size(block_bytes), self.total // 64)
         self.limit = max(4 * self.typical, self.total // 8) if max_bytes is None else max_bytes
@@ -318,14 +315,6 @@ class _Auto:
             or (8 * self.tree.nbytes[module] > self.total and 4 * inner[module] >= 3 * self.tree.nbytes[module])
         }
 
-    def _holders(self, blocks: set[nn.Module]) -> set[nn.Module]:
-        """Find the modules that contain any of these blocks, at any depth."""
-        holders: set[nn.Module] = set()
-        for module in reversed(self.tree.names):
-            if any(part in blocks or part in holders for part in self._cuttable_children(module)):
-                holders.add(module)
-        return holders
-
     # The cut
 
     def _cut(self, module: nn.Module) -> list[_Piece]:
@@ -346,7 +335,8 @@ class _Auto:
         A module is cut if it has no forward to enter, or holds unit blocks and is none itself. One of more bytes than
         `self.limit` is cut where `_comes_apart` allows it.
         """
-        stands = module in self.unit_blocks or (module not in self.holds_unit_block and _has_forward(module))
+        holds_none = next(self.tree.outermost(module, self.unit_blocks), None) is None
+        stands = module in self.unit_blocks or (holds_none and _has_forward(module))
         whole = _Piece.of(self.tree, module, is_block=module in self.blocks)
         if stands and whole.roots and whole.nbytes <= self.limit:
             return [whole]

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.tensors import consists_of_tensors, convert_tensors, converts_more
-from ..errors import MemoryBudgetError, PartitionError, UnsupportedError
+from ..errors import ExactnessError, MemoryBudgetError, PartitionError, UnsupportedError
 from ..host.device import Device, DeviceMemoryError, aligned
 from ..host.machine import host_memory
 from ..host.room import UnitNumbers, first_window
 from ..options import Bytes, Options, format_both, format_bytes
+from . import parameters
 from .leaf import Weight, casts_of
 from .partition import FoundUnit, partition
 from .shards import Sharded, ShardWeight, bring_to_host, check_supported
@@ -207,6 +208,16 @@ def sizes(
 
 
 # ---- values and moves
+
+
+def check_not_streamed(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise if another handle streams one of these parameters."""
+    for name, param in named:
+        if parameters.unit_of(param) is not None:
+            raise ExactnessError(
+                f"{name} is in another stream already: a weight can be in one at a time; close() the other handle,"
+                " or stream one module that contains both"
+            )
 
 
 def materialize(module: nn.Module, after: Callable[[nn.Parameter], None] | None = None) -> None:

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from sp_lightning.errors import UnsupportedError
 from sp_lightning.host.device import DeviceMemoryError
 from sp_lightning.options import Bytes
-from sp_lightning.stream.unit import ResidentUnit
+from sp_lightning.stream.held import ResidentUnit
 
 PROGRAMS = []
 program = collected(PROGRAMS)
