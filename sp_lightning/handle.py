@@ -62,7 +62,6 @@ class Handle:
         team: Alone | None = None,
         *,
         wire: torch.dtype | None = None,
-        trains: bool = False,
         chunk: int = CHUNK,
     ) -> None:
         """Move a module's weights into host memory, and run visits in place of its modules' calls.
@@ -74,7 +73,6 @@ class Handle:
             team: The devices that compute together; by default this one alone.
             wire: The type to which autocast casts in this run, or in which the module computes with
                 ``master_weights``; None: each weight travels in its own.
-            trains: Whether training certainly follows.
             chunk: Elements that the host steps at a time. A multiple of 64: fused kernels round a tail otherwise.
         """
         self.module, self.options = module, options
@@ -82,7 +80,7 @@ class Handle:
         self.device = Device(device, options.host_memory, self.team.slabs)
         free = free_bytes(self.device)
         check_not_streamed(module.named_parameters())
-        self._cut = cut = Cut(module, options, self.device, wire, trains)
+        self._cut = cut = Cut(module, options, self.device, wire)
         self.team.check_alike(
             [f"the shard {whole.name} ({whole.shard_name()})" for whole in cut.shards],
             "Ranks whose gradients are exchanged have the same shards: pass the group of the mesh's data axis, or"

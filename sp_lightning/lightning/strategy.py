@@ -287,12 +287,10 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
 
     def _streamed(self, module: nn.Module, **settings: Any) -> Handle:
         """Create the handle that streams a module in this run."""
-        trainer: Any = module.trainer
         wire = WIRES.get(str(self.precision_plugin.precision))
         if self.options.master_weights:
             wire = masters.half_dtype(self.precision_plugin)
-        trains = trainer.state.fn == TrainerFn.FITTING
-        return Handle(module, self.root_device, self.options, self._team(), wire=wire, trains=trains, **settings)
+        return Handle(module, self.root_device, self.options, self._team(), wire=wire, **settings)
 
     def teardown(self) -> None:
         """Make the module plain again. Lightning calls this after an exception too, wherever it was raised."""

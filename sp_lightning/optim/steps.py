@@ -86,7 +86,7 @@ class Steps:
     @property
     def pending(self) -> str | None:
         """Which step runs beside other work: "in backward", or "deferred" beside a forward; None: there is none."""
-        if all(unit.pending is None or unit.pending.done() for unit in self._units):
+        if all(unit.steps.last is None or unit.steps.last.done() for unit in self._units):
             return None
         return "in backward" if self.early is not None else "deferred"
 
@@ -393,7 +393,7 @@ class Steps:
     ) -> None:
         """Start a unit's step, which is skipped if an error has ended the step of an earlier unit."""
         work = self._noted_work(whose, groups)
-        before = unit.pending  # another optimizer's step
+        before = unit.steps.last  # another optimizer's step
 
         def step() -> None:
             """Step the unit after another optimizer's step of it, and after the sums of its gradients."""

@@ -1,10 +1,8 @@
-"""Before a module streams: how it is cut, which units are resident, whether memory suffices, and moves of its tensors.
+"""Before a module streams: how it is cut, which units are resident, and how its tensors are moved.
 
-- Resident units never leave the device, where they are stepped. First come those with a tied weight: its gradient is
-  complete last, and the next forward needs it first, so no computation could hide its copies. The other units follow
-  in the model's order.
-- A run stops before it starts if weights and gradients alone cannot fit on the device. The memory of activations is not
-  known here (`sp_lightning.plan` measures it): a run that passes may still not fit.
+Resident units never leave the device, where they are stepped. First come those with a tied weight: its gradient is
+complete last, and the next forward needs it first, so no computation could hide its copies. The other units follow in
+the model's order.
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.tensors import consists_of_tensors, convert_tensors, converts_more
-from ..errors import ExactnessError, MemoryBudgetError, PartitionError, UnsupportedError
+from ..errors import ExactnessError, PartitionError, UnsupportedError
 from ..host.device import Device, DeviceMemoryError, aligned
 from ..host.machine import host_memory
 from ..host.room import UnitNumbers, first_window
-from ..options import Bytes, Options, format_both, format_bytes
+from ..options import Bytes, Options, format_bytes
 from . import parameters
 from .leaf import Weight, casts_of
 from .partition import FoundUnit, partition
@@ -39,9 +37,7 @@ log = logging.getLogger(__name__)
 class Cut:
     """The units of a module, before they are made: which stream, which stay, and as what their weights travel."""
 
-    def __init__(
-        self, module: nn.Module, options: Options, device: Device, wire: torch.dtype | None, trains: bool
-    ) -> None:
+    def __init__(self, module: nn.Module, options: Options, device: Device, wire: torch.dtype | None) -> None:
         """Cut a module, and move its weights to the host; raise for what cannot be streamed, or does not fit.
 
         Args:
@@ -49,7 +45,6 @@ class Cut:
             options: The user's options.
             device: The device that computes.
             wire: The type to which autocast casts, or in which the module computes; None: each weight has its own.
-            trains: Whether training certainly follows.
         """
         self._has_masters = options.master_weights
         self._wire = wire if options.wire_dtype == "auto" or self._has_masters else None
@@ -69,7 +64,8 @@ class Cut:
         casts_to = None if self._has_masters else self._wire
         self._narrow = casts_of(module, casts_to, device.torch_device.type)
         self._narrow &= {id(param) for part in self.streamed for _, param in part.params}
-        check_memory(cut, options, device, self.travels_as, trains)
+        # Raises if the budget does not suffice, before anything is moved.
+        first_window(options.window, options.memory_budget, sizes(cut, self.travels_as, True), device.is_host)
 
     def travels_as(self, param: nn.Parameter) -> torch.dtype:
         """Return the type in which a parameter is copied to the device, unless it is file-backed."""
@@ -132,43 +128,6 @@ def too_many_residents(device: Device, chosen: Sequence[FoundUnit], free: int) -
 
 
 # ---- memory
-
-
-def check_memory(
-    units: Sequence[FoundUnit],
-    options: Options,
-    device: Device,
-    travels_as: Callable[[nn.Parameter], torch.dtype],
-    trains: bool,
-) -> None:
-    """Raise if weights and gradients cannot fit on the device, or into `memory_budget`.
-
-    Args:
-        units: All units, the resident ones included.
-        options: The user's options.
-        device: The device that computes.
-        travels_as: The type in which a weight travels.
-        trains: Whether training certainly follows.
-    """
-    if not device.is_host:
-        window = 1 if options.window == "auto" else options.window
-        _check_device(sizes(units, travels_as, trains), window, free_bytes(device), device)
-    first_window(options.window, options.memory_budget, sizes(units, travels_as, True), device.is_host)
-
-
-def _check_device(units: Sequence[UnitNumbers], window: int, free: int, device: Device) -> None:
-    """Raise if the smallest window, or the largest unit with its gradients, does not fit beside resident units."""
-    streamed = [unit for unit in units if not unit.resident]
-    fewest = sum(sorted(unit.up_nbytes for unit in streamed)[:window])
-    largest = max((unit.up_nbytes + unit.down_nbytes for unit in streamed), default=0)
-    needed = sum(unit.up_nbytes for unit in units if unit.resident) + max(fewest, largest)
-    if needed > free:
-        needs, available = format_both(needed, free)
-        raise MemoryBudgetError(
-            f"with window {window}, weights and gradients alone need {needs} on {device.torch_device}, but {available}"
-            " are free: lower window, name smaller units, compute in half precision, or train adapters; `python -m"
-            " sp_lightning plan` says what would fit"
-        )
 
 
 def check_copies(module: nn.Module, ranks: int) -> None:

@@ -346,11 +346,6 @@ class Unit:
 
     # ---- steps
 
-    @property
-    def pending(self) -> Future[None] | None:
-        """The future of the last step; None if there is none, or something has waited for it."""
-        return self.steps.last
-
     def begin_step(self, step: Callable[[], Future[None]]) -> Future[None]:
         """Start a step of this unit by calling ``step``; copies on the device are stale from here on."""
         self._has_stale_wires |= self._may_have_stale_wires()  # a step may leave some wire copies as they are

@@ -134,4 +134,4 @@ def test_without_overlap_a_step_is_over_when_it_returns():
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         handle.steps.thread.submit(time.sleep, 0.1)
         steps(model, "cpu", 1, optimizer)
-        assert all(unit.pending is None for unit in handle.units) and handle.stats()["held_steps"] == 0
+        assert all(unit.steps.last is None for unit in handle.units) and handle.stats()["held_steps"] == 0
