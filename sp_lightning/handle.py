@@ -35,9 +35,16 @@ from .stream.gradients import recover
 from .stream.held import HeldUnit, ResidentUnit
 from .stream.lazy import set_requires_grad
 from .stream.leaf import Weight, has_form_of
-from .stream.preparation import Cut, check_not_streamed, free_bytes, materialize, move_buffers, too_many_residents
+from .stream.preparation import (
+    Cut,
+    check_not_streamed,
+    free_bytes,
+    materialize,
+    move_buffers,
+    slots,
+    too_many_residents,
+)
 from .stream.shards import drawing_on_mesh
-from .stream.slots import slots
 from .stream.unit import Unit
 from .stream.visits import Visit, Visits
 from .stream.wholes import Whole, WholeWeight

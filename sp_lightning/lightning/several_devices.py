@@ -39,7 +39,6 @@ from ..host.device import check_supported
 from ..options import Options, is_int
 from ..ranks.peers import Peers
 from ..ranks.shared_slabs import check_possible
-from ..stream.preparation import check_copies
 from ..stream.shards import registering_on_host
 from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment, TunerExit
 
@@ -379,8 +378,6 @@ class _Launcher(ScriptLauncher):
 
         They are told before any callback is: one that saves a checkpoint waits for the ranks that handle one.
         """
-        if trainer is not None and not self.cluster_environment.creates_processes_externally:
-            check_copies(trainer.lightning_module, self.num_processes)
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except TunerExit:  # the end of a search of Lightning's, on all ranks

@@ -22,9 +22,8 @@ from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..host.device import aligned
 from ..stream.leaf import casts_of
 from ..stream.partition import FoundUnit, UnitSpec, partition
-from ..stream.preparation import choose_residents, sizes
+from ..stream.preparation import choose_residents, sizes, slots
 from ..stream.recompute import tensors_in
-from ..stream.slots import slots
 from .fakes import FakeTensors
 from .host import state_share
 from .trace import Setting, Trace, Visit

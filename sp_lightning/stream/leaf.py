@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,8 @@ from ..compat.torch import at_end_of_backward, graph_task, storage_id, tree_map_
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
 from .lazy import METADATA, Lazy, data_of, found_in, set_data
-from .slots import Slot
+
+Slot: TypeAlias = tuple[dict[str, Any], str]  # where a module registers a parameter: `_parameters`, and its name
 
 DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward}  # functions that ask for gradients of leaves
 CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights; they write to none

@@ -8,7 +8,6 @@ the model's order.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,20 +17,15 @@ from torch import Tensor, nn
 from ..compat.tensors import consists_of_tensors, convert_tensors, converts_more
 from ..errors import ExactnessError, PartitionError, UnsupportedError
 from ..host.device import Device, DeviceMemoryError, aligned
-from ..host.machine import host_memory
 from ..host.room import UnitNumbers, first_window
 from ..options import Bytes, Options, format_bytes
 from . import parameters
-from .leaf import Weight, casts_of
+from .leaf import Slot, Weight, casts_of
 from .partition import FoundUnit, partition
 from .shards import Sharded, ShardWeight, bring_to_host, check_supported
-from .slots import slots
 from .wholes import Part, part_of
 
 COPIES = 4  # of a weight that trains: itself, its gradient, and state as AdamW has it
-WORTH_CHECKING = 2**28  # bytes; for less, free memory is not looked up
-
-log = logging.getLogger(__name__)
 
 
 class Cut:
@@ -90,6 +84,16 @@ class Cut:
         return made
 
 
+def slots(root: nn.Module) -> dict[nn.Parameter, list[Slot]]:
+    """List where the tree's modules register each parameter: a tied one in several places."""
+    found: dict[nn.Parameter, list[Slot]] = {}
+    for module in root.modules():
+        for key, param in module._parameters.items():
+            if param is not None:
+                found.setdefault(param, []).append((module._parameters, key))
+    return found
+
+
 # ---- resident units
 
 
@@ -125,23 +129,6 @@ def too_many_residents(device: Device, chosen: Sequence[FoundUnit], free: int) -
         f"{len(chosen)} resident units of {format_bytes(totals[-1], up=True)} do not fit on {device.torch_device},"
         f" where {format_bytes(free)} were free: set resident={fewer}, or fewer for gradients and optimizer state"
     )
-
-
-# ---- memory
-
-
-def check_copies(module: nn.Module, ranks: int) -> None:
-    """Warn if processes that are about to start make more copies of this module than the host has room for."""
-    nbytes = sum(param.nbytes for param in module.parameters() if not param.is_meta)
-    copies = (ranks - 1) * nbytes
-    if copies >= WORTH_CHECKING and copies > (free := host_memory().free):
-        log.warning(
-            "superpipeline: each of %d processes makes the model in __init__, with %s of weights, until it has moved "
-            "into the memory that they share: %s more, but %s are free, and the system may end a process. Make the "
-            "model in configure_model, under torch.device('meta')",
-            ranks,
-            *map(format_bytes, (nbytes, copies, free)),
-        )
 
 
 def sizes(

@@ -51,8 +51,7 @@ from ..compat.torch import HOOKS_AFTER_ACCUMULATION, TorchDispatchMode, hooks_of
 from ..errors import PartitionError, UnsupportedError
 from ..options import Options
 from .lazy import grad_of, set_grad
-from .leaf import Weight
-from .slots import Slot
+from .leaf import Slot, Weight
 from .wholes import Whole, part_of
 
 
@@ -182,20 +181,6 @@ def check_supported(shards: Iterable[Sharded], device: torch.device, options: Op
             raise PartitionError(
                 f"{whole.name} is a DTensor over a mesh of {mesh.device_type!r}, and its module is streamed to "
                 f"{device}: make the mesh of that kind of device"
-            )
-        _check_backends(whole.name, mesh)
-
-
-def _check_backends(name: str, mesh: Any) -> None:
-    """Raise if the process group of any axis of a mesh has no backend for tensors on the host."""
-    from torch.distributed import get_backend_config  # not in each torch
-
-    for group in (mesh.get_group(axis) for axis in range(mesh.ndim)):
-        if "cpu:" not in (found := get_backend_config(group)):
-            raise PartitionError(
-                f"{name} is a DTensor over a mesh whose group has the backend {found!r}, and gradients are clipped and "
-                "weights stepped on the host: begin with torch.distributed.init_process_group(), which takes a backend "
-                "for the host's tensors as well, before the mesh is made"
             )
 
 

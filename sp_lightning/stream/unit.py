@@ -205,9 +205,7 @@ class Unit:
 
     def note_slots(self) -> None:
         """List the slots of modules that hold the unit's parameters, after modules have changed."""
-        slots = [(index, slot) for index, weight in enumerate(self.weights) for slot in weight.slots]
-        self._slots = [(index, slot.holder, slot.key) for index, slot in slots if slot.inside is None]
-        self._inner_slots = [(index, slot) for index, slot in slots if slot.inside is not None]
+        self._slots = [(index, *slot) for index, weight in enumerate(self.weights) for slot in weight.slots]
         # Weights whose gradients come: the user has replaced those without slots.
         self.trained = sum(bool(weight.slots) and requires_grad_of(weight.host) for weight in self.weights)
 
@@ -396,9 +394,6 @@ class Unit:
         for index, holder, key in self._slots:
             if holder.get(key) is there[index]:
                 holder[key] = given[index]
-        for index, slot in self._inner_slots:
-            if slot.get() is there[index]:
-                slot.set(given[index])
 
     def written_since(self, versions: list[int]) -> list[Weight]:
         """List the weights that the user's forward wrote to, and raise for writes that are lost.

@@ -22,7 +22,7 @@ from ..compat.dynamo import (
     not_compiled_itself,
 )
 from ..compat.torch import call_slot, graph_task, plain_call, set_call_slot, top_hooks, tree_map_only
-from ..errors import ExactnessError
+from ..errors import ExactnessError, UnsupportedError
 from .activations import SavedTensors
 from .lazy import found_in
 from .leaf import FUSED, NO_CONTEXT, Weight
@@ -78,8 +78,10 @@ class Visit:
     @never_compiled_hook
     def _is_prepared(self) -> bool:
         """Whether a call around this one has prepared everything: units on the device, and hooks that save tensors."""
-        if self._window.caller not in (None, get_ident()):
-            self._window.check_thread(self._name)
+        if self._window.caller not in (None, get_ident()) and graph_task() == -1:  # the caller waits for its backward
+            raise UnsupportedError(
+                f"two threads are in one streamed model, one of them at {self._name}: call it from one thread at a time"
+            )
         here = self._policy.device.current_stream()
         for unit in self.units:
             if not unit.depth or unit.memory.shown_on != here:

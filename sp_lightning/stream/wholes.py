@@ -23,8 +23,7 @@ from ..compat.tensors import IS_PARAMETER, flattened
 from ..compat.torch import tree_map_only, without_dispatch
 from ..errors import PartitionError, UnsupportedError
 from .lazy import found_in, requires_grad_of, writes
-from .leaf import Weight, using
-from .slots import Slot
+from .leaf import Slot, Weight, using
 
 
 @dataclass(eq=False, frozen=True)
@@ -123,9 +122,9 @@ class WholeWeight:
 
     def _exchange(self, there: Any, given: Any) -> None:
         """Replace one tensor by another in the modules, unless the user's code has put a third there."""
-        for slot in self._slots:
-            if slot.get() is there:
-                slot.set(given)
+        for holder, key in self._slots:
+            if holder.get(key) is there:
+                holder[key] = given
 
 
 # ---- reads by code of others, while a call is under way

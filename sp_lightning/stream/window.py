@@ -158,13 +158,6 @@ class Window:
             self.is_in_call, self.caller = False, None
         self.let_go(held)
 
-    def check_thread(self, where: str) -> None:
-        """Raise if another thread is in a call of the model; autograd's threads may be, while that one waits."""
-        if self.caller not in (None, threading.get_ident()) and graph_task() == -1:
-            raise UnsupportedError(
-                f"two threads are in one streamed model, one of them at {where}: call it from one thread at a time"
-            )
-
     def visit(self, unit: Unit) -> None:
         """Make a unit's weights readable on the device for work that the current stream launches next."""
         here = unit, self._device.current_stream()

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sp_lightning.errors import MemoryBudgetError
+from sp_lightning.host.room import UnitNumbers, first_window
 from sp_lightning.stream.schedule import Decision, Schedule
 
 
@@ -227,3 +229,18 @@ def fewest_loads(order, window):
 @given(st.integers(1, 5), st.lists(st.integers(0, 5), min_size=1, max_size=20))
 def test_no_schedule_loads_fewer(window, order):
     assert len(loads([1] * 6, order, window)) == fewest_loads(order, window)
+
+
+# The first window
+
+MIB = 2**20
+
+
+def test_a_budget_that_does_not_suffice_is_refused_in_numbers():
+    units = [UnitNumbers(f"block {index}", 100 * MIB, 100 * MIB) for index in range(8)]
+    units.append(UnitNumbers("(root)", 50 * MIB, 50 * MIB, resident=True))
+    with pytest.raises(MemoryBudgetError, match=r"needs at least 300.00 MiB for block 0, got 200.00 MiB: raise it"):
+        first_window("auto", 200 * MIB, units, False)
+    with pytest.raises(MemoryBudgetError, match=r"window 6 does not fit .* which holds 4 of the largest"):
+        first_window(6, 700 * MIB, units, False)
+    assert [first_window(window, 700 * MIB, units, False) for window in ("auto", 3)] == [4, 3]

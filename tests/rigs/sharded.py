@@ -551,13 +551,6 @@ def refused_on_another_device() -> str:
     return error_of(lambda: sp_lightning.stream(model, "simgpu:0"))
 
 
-def refused_without_a_backend_for_the_host() -> str:
-    importlib.import_module("simccl").register()
-    connect("simgpu:simccl")  # as "nccl" is for cuda alone
-    model = made("in blocks", init_device_mesh("simgpu", (dist.get_world_size(),)))
-    return error_of(lambda: sp_lightning.stream(model, "simgpu:0"))
-
-
 def misused(how: str) -> str:
     """Return the error of a use that streamed DTensors do not have."""
     mesh, _, device = begin(False)

@@ -1,6 +1,5 @@
 """Where the model is cut: literal units for literal trees, and what holds for every tree."""
 
-from collections import namedtuple
 from itertools import pairwise
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 
 from sp_lightning.errors import PartitionError
 from sp_lightning.stream.partition import partition
-from sp_lightning.stream.slots import slots
 
 
 def names(units):
@@ -344,29 +342,3 @@ def build(plan, shared, weight):
 def test_each_parameter_of_every_tree_is_in_exactly_one_unit(plan, max_bytes):
     model = Holder(net=on_meta(lambda: build(plan, Block(), nn.Parameter(torch.zeros(16, 16)))))
     check_partition(model, partition(model, max_bytes=max_bytes))
-
-
-# --- slots -----------------------------------------------------------------------------------------------------------
-
-
-Pair = namedtuple("Pair", ["left", "right"])
-
-
-@pytest.mark.parametrize(
-    ("keep", "read"),
-    [
-        (lambda weight: [0, weight], lambda kept: kept[1]),
-        (lambda weight: {"w": weight, 1: 2}, lambda kept: kept["w"]),
-        (lambda weight: (weight, 0), lambda kept: kept[0]),
-        (lambda weight: Pair(0, weight), lambda kept: kept.right),
-    ],
-)
-def test_weights_kept_beside_the_registry_are_found_and_set(keep, read):
-    layer = nn.Linear(2, 2)
-    layer.kept = keep(layer.weight)
-    _, slot = slots(layer)[layer.weight]
-    assert slot.get() is layer.weight
-    value = torch.zeros(2, 2)
-    slot.set(value)
-    assert read(layer.kept) is value
-    assert type(layer.kept) is type(keep(0))
