@@ -280,22 +280,26 @@ class _Auto:
         """Find the blocks that the structure shows: elements of containers, and large attributes of one class."""
         blocks = set(self.repeated)
         for module in self.tree.names:
-            children = [child for child in self._cuttable_children(module) if self.tree.children[child]]
+            children = self._children_with_children(module)
             if isinstance(module, nn.ModuleList):
                 blocks.update(children)
             elif not isinstance(module, CONTAINERS):
-                for alike in _by_class(children):
+                for kind, count in Counter(map(type, children)).items():
+                    alike = [child for child in children if type(child) is kind]
                     # Attributes that are a small share of the model would make too many small units.
-                    if len(alike) >= 3 and 4 * sum(map(self.tree.nbytes.__getitem__, alike)) >= self.total:
+                    if count >= 3 and 4 * sum(map(self.tree.nbytes.__getitem__, alike)) >= self.total:
                         blocks.update(alike)
         return blocks
 
+    def _children_with_children(self, module: nn.Module) -> list[nn.Module]:
+        """List the children into which a module may be cut that have modules of their own."""
+        return [child for child in self._cuttable_children(module) if self.tree.children[child]]
+
     def _repeated_elements(self, module: nn.Module) -> list[nn.Module]:
         """List the elements of a container whose class occurs among them at least twice."""
-        if not isinstance(module, CONTAINERS):
-            return []
-        children = [child for child in self._cuttable_children(module) if self.tree.children[child]]
-        return [child for alike in _by_class(children) if len(alike) >= 2 for child in alike]
+        children = self._children_with_children(module) if isinstance(module, CONTAINERS) else []
+        counts = Counter(map(type, children))
+        return [child for child in children if counts[type(child)] >= 2]
 
     def _declared(self) -> set[nn.Module]:
         """Find the modules of classes that the model names in `_no_split_modules`, except for leaf modules."""
@@ -358,12 +362,9 @@ class _Auto:
 
     def _resident(self, pieces: Iterable[_Piece]) -> set[_Piece]:
         """Pick the small pieces that stay on the device: the smallest ones, up to the bytes of a typical unit."""
-        resident, nbytes = set(), 0
-        for piece in sorted(filter(self._is_small, pieces), key=lambda piece: piece.nbytes):
-            nbytes += piece.nbytes
-            if nbytes <= self.typical:
-                resident.add(piece)
-        return resident
+        smallest = sorted(filter(self._is_small, pieces), key=lambda piece: piece.nbytes)
+        totals = itertools.accumulate(piece.nbytes for piece in smallest)
+        return {piece for piece, total in zip(smallest, totals, strict=True) if total <= self.typical}
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -377,23 +378,12 @@ def _is_of_torch(module: nn.Module) -> bool:
     return not isinstance(module, OPEN_CLASSES) and any(base.__module__.startswith("torch.nn.") for base in bases)
 
 
-def _by_class(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """Group modules by class, in the order of first occurrence."""
-    alike: dict[type, list[nn.Module]] = {}
-    for module in modules:
-        alike.setdefault(type(module), []).append(module)
-    return list(alike.values())
-
-
 def _median_byte_size(sizes: Iterable[int]) -> int:
     """Return the size of the block that contains the median byte: many small blocks do not hide the few large ones."""
     ascending = sorted(sizes)
-    passed = 0
-    for size in ascending:
-        passed += size
-        if 2 * passed >= sum(ascending):
-            return size
-    return 0
+    half = sum(ascending) / 2
+    passed = itertools.accumulate(ascending)
+    return next((size for size, total in zip(ascending, passed, strict=True) if total >= half), 0)
 
 
 def _runs(pieces: Iterable[_Piece], nbytes: int) -> list[list[_Piece]]:

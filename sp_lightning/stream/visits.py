@@ -63,11 +63,6 @@ class Visit:
         """Pickle and copy as None: the copy of a module that copies its attributes has an empty call slot."""
         return type(None), ()
 
-    def close(self) -> None:
-        """Give the module's call slot back to the call that the user had there."""
-        if call_slot(self.module) is self:
-            set_call_slot(self.module, self.compiled)
-
     @not_compiled_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._window.is_in_call and self._is_prepared():
@@ -199,6 +194,7 @@ class Visits:
                 visit.take_slot()
 
     def close(self) -> None:
-        """Give the modules' call slots back."""
+        """Give the modules' call slots back to the calls that the user had there."""
         for visit in self._visits.values():
-            visit.close()
+            if call_slot(visit.module) is visit:
+                set_call_slot(visit.module, visit.compiled)

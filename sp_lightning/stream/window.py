@@ -194,9 +194,8 @@ class Window:
             for index in decision.load:
                 if index in schedule.loaded:  # a load before this one may have found no memory
                     self._load(self._units[index], stream, is_needed=index == unit.index)
-        except BaseException:
+        finally:
             schedule.invalidate(i for i in decision.load if self._units[i].memory.state is Presence.ABSENT)
-            raise
         if decision.load and room.grows:
             room.note_memory(schedule.loaded_nbytes)
 
@@ -212,7 +211,6 @@ class Window:
         except torch.OutOfMemoryError as error:
             self.room.was_short()
             if not is_needed:
-                self._schedule.invalidate([unit.index])
                 return
             idle = [index for index in self._schedule.loaded if index not in self._in_use and index != unit.index]
             for index in self._schedule.invalidate(idle):
