@@ -35,16 +35,8 @@ from .stream.gradients import recover
 from .stream.held import HeldUnit, ResidentUnit
 from .stream.lazy import set_requires_grad
 from .stream.leaf import Weight, has_form_of
-from .stream.preparation import (
-    Cut,
-    check_not_streamed,
-    free_bytes,
-    materialize,
-    move_buffers,
-    slots,
-    too_many_residents,
-)
-from .stream.shards import drawing_on_mesh
+from .stream.preparation import Cut, check_not_streamed, materialize, move_buffers, slots
+from .stream.shards import Sharded, drawing_on_mesh
 from .stream.unit import Unit
 from .stream.visits import Visit, Visits
 from .stream.wholes import Whole, WholeWeight
@@ -85,7 +77,6 @@ class Handle:
         self.module, self.options = module, options
         self.team = team or Alone()
         self.device = Device(device, options.host_memory, self.team.slabs)
-        free = free_bytes(self.device)
         check_not_streamed(module.named_parameters())
         self._cut = cut = Cut(module, options, self.device, wire)
         self.team.check_alike(
@@ -119,7 +110,7 @@ class Handle:
         except BaseException as error:
             self.close()
             if cut.chosen and isinstance(error, torch.OutOfMemoryError):
-                raise too_many_residents(self.device, cut.chosen, free) from error
+                raise cut.too_many_residents() from error
             raise
         cut.streamed = cut.kept = cut.chosen = []  # parameters that are replaced later may be freed
         open_handles.add(self)
@@ -242,10 +233,8 @@ class Handle:
     def _make_units(self, entries: dict[nn.Module, Unit]) -> None:
         """Create a unit for each part that streams, and up to two for all weights that stay; list them by entry."""
         options, cut = self.options, self._cut
-        rest = [named for part in cut.kept for named in part.params]
-        wholes = [whole for part in cut.kept for whole in part.wholes]
-        of_wholes = {id(tensor) for whole in wholes for _, tensor in whole.parts}
-        plain_rest = [(name, param) for name, param in rest if id(param) not in of_wholes]
+        plain_rest = [named for part in cut.kept for named in part.params if id(named[1]) not in part.parts]
+        held = [named for part in cut.kept for named in part.params if id(named[1]) in part.parts]
         host_params = [part.params for part in cut.streamed] + [plain_rest] * options.master_weights
         window = 1 if options.window == "auto" else options.window
         self.store.choose(host_params, cut.travels_as, options.master_weights, window)
@@ -254,8 +243,8 @@ class Handle:
             entries |= {root: unit for _, root in part.modules}
         if plain_rest:
             self._add_unit(self._kind_of_rest, "(resident)", plain_rest)
-        if wholes:
-            held = [(name, param) for name, param in rest if id(param) in of_wholes]
+        if held:
+            wholes = [whole for part in cut.kept for whole in part.wholes]
             self._add_unit(HeldUnit, "(resident, quantised)", held, wholes)
 
     def _start_units(self, makes_trips: bool) -> None:
@@ -301,7 +290,7 @@ class Handle:
         unit = kind(index, name, weights, self.device, self.window, self.store.filed(name, weights))
         unit.spill = self.store.gradients_of(index)
         parts = {id(weight.host): weight for weight in weights}
-        for whole in (whole for whole in wholes if not whole.is_shard):
+        for whole in (whole for whole in wholes if not isinstance(whole, Sharded)):
             own = [parts[id(tensor)] for _, tensor in whole.parts]
             unit.wholes.append(WholeWeight(whole, self._cut.slots[whole.parameter], own, self.device.torch_device))
         self.units.append(unit)

@@ -48,7 +48,7 @@ from ..compat.torch import storage_id
 from ..errors import PartitionError
 from ..host.device import aligned
 from .shards import Sharded
-from .wholes import Whole, part_of, whole_of
+from .wholes import Whole, whole_of
 
 UnitSpec: TypeAlias = str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
 
@@ -139,7 +139,7 @@ class _Tree:
                     self.wholes.setdefault(module, []).append(whole)
                     self.owned[module] += whole.parts
                     if isinstance(whole, Sharded):
-                        self._largest[id(part_of(whole))] = whole.largest_numel()
+                        self._largest[id(whole.shard)] = whole.largest_numel()
                     continue
                 if getattr(param, "grad_dtype", None) not in (None, param.dtype):
                     raise PartitionError(

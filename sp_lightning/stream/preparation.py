@@ -23,7 +23,7 @@ from . import parameters
 from .leaf import Slot, Weight, casts_of
 from .partition import FoundUnit, partition
 from .shards import Sharded, ShardWeight, bring_to_host, check_supported
-from .wholes import Part, part_of
+from .wholes import Part
 
 COPIES = 4  # of a weight that trains: itself, its gradient, and state as AdamW has it
 
@@ -40,6 +40,7 @@ class Cut:
             device: The device that computes.
             wire: The type to which autocast casts, or in which the module computes; None: each weight has its own.
         """
+        self._device, self._free = device, max(0, device.memory_capacity() - device.memory_allocated())
         self._has_masters = options.master_weights
         self._wire = wire if options.wire_dtype == "auto" or self._has_masters else None
         pack_weights(module)
@@ -83,6 +84,16 @@ class Cut:
         made.place = place
         return made
 
+    def too_many_residents(self) -> DeviceMemoryError:
+        """Make the error for chosen units that do not fit on the device; it suggests a number that fits."""
+        totals = list(itertools.accumulate(part.nbytes for part in self.chosen))
+        fewer = min(sum(total <= self._free for total in totals), len(totals) - 1)
+        return DeviceMemoryError(
+            f"{len(totals)} resident units of {format_bytes(totals[-1], up=True)} do not fit on"
+            f" {self._device.torch_device}, where {format_bytes(self._free)} were free: set resident={fewer}, or fewer"
+            " for gradients and optimizer state"
+        )
+
 
 def slots(root: nn.Module) -> dict[nn.Parameter, list[Slot]]:
     """List where the tree's modules register each parameter: a tied one in several places."""
@@ -109,26 +120,11 @@ def choose_residents(
     order.sort(key=lambda part: not any(id(param) in tied for _, param in part.params))
     if isinstance(count, Bytes):
         shards = [whole for part in order for whole in part.wholes if isinstance(whole, Sharded)]
-        largest = {id(part_of(whole)): whole.largest_numel() for whole in shards}  # on any rank: all choose alike
+        largest = {id(whole.shard): whole.largest_numel() for whole in shards}  # on any rank: all choose alike
         numels = [[(p, largest.get(id(p), p.numel())) for _, p in part.params] for part in order]
         nbytes = [sum((COPIES if p.requires_grad else 1) * p.element_size() * n for p, n in each) for each in numels]
         count = sum(total <= int(count) for total in itertools.accumulate(nbytes))
     return order[:count]
-
-
-def free_bytes(device: Device) -> int:
-    """Return the bytes that are free on a device."""
-    return max(0, device.memory_capacity() - device.memory_allocated())
-
-
-def too_many_residents(device: Device, chosen: Sequence[FoundUnit], free: int) -> DeviceMemoryError:
-    """Make the error for resident units that do not fit on the device; it suggests a number that fits."""
-    totals = list(itertools.accumulate(part.nbytes for part in chosen))
-    fewer = min(sum(total <= free for total in totals), len(chosen) - 1)
-    return DeviceMemoryError(
-        f"{len(chosen)} resident units of {format_bytes(totals[-1], up=True)} do not fit on {device.torch_device},"
-        f" where {format_bytes(free)} were free: set resident={fewer}, or fewer for gradients and optimizer state"
-    )
 
 
 def sizes(

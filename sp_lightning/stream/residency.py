@@ -24,7 +24,7 @@ from ..compat.torch import storage_id, without_dispatch
 from ..errors import DiskError, SourceFileError
 from ..host.device import Arrival, Device
 from .lazy import set_data
-from .leaf import Absent, Leaf, Weight
+from .leaf import Weight
 
 NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 shown: dict[int, Residency] = {}  # memory that leaves show, by the address of its storage
@@ -74,8 +74,6 @@ class Residency:
             typed = {dtype: self.flat.view(dtype) for dtype in self._dtypes}
             for weight in self.weights:
                 set_data(weight.there, typed[weight.dtype].as_strided(*weight.form))
-                if weight.unit.depth and weight.there is weight.leaf and not weight.is_part:
-                    weight.there.__class__ = Leaf
             show_versions(self.weights, versions)
 
     def release(self) -> None:
@@ -89,10 +87,8 @@ class Residency:
                 for weight in self.weights:
                     if weight.is_part:  # a kept weight that consists of the part keeps the memory
                         weight.there = weight.leaf = weight.blank.detach()  # type: ignore[assignment]
-                        continue
-                    set_data(weight.there, weight.blank)
-                    if weight.there is weight.leaf:
-                        weight.there.__class__ = Absent
+                    else:
+                        set_data(weight.there, weight.blank)
         self.state, self.flat = Presence.ABSENT, NO_BYTES
 
 

@@ -27,7 +27,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,15 +52,19 @@ from ..errors import PartitionError, UnsupportedError
 from ..options import Options
 from .lazy import grad_of, set_grad
 from .leaf import Slot, Weight
-from .wholes import Whole, part_of
+from .wholes import Whole
 
 
 @dataclass(eq=False, frozen=True)
 class Sharded(Whole):
     """A DTensor parameter, whose only part is its shard."""
 
-    is_shard: ClassVar[bool] = True
     form: ShardForm
+
+    @property
+    def shard(self) -> Tensor:
+        """The shard that this process has."""
+        return self.parts[0][1]  # type: ignore[no-any-return]
 
     @classmethod
     def of(cls, name: str, parameter: nn.Parameter) -> Sharded:
@@ -95,7 +99,7 @@ class ShardWeight(Weight):
     is_shard = True
 
     def __init__(self, whole: Sharded, slots: list[Slot], in_a_group: bool) -> None:
-        self.shard = part_of(whole)
+        self.shard = whole.shard
         super().__init__(whole.name, whole.parameter, slots, whole.parameter.dtype)
         self.nbytes = self.shard.nbytes
         self.spec = whole.form.spec

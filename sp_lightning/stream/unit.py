@@ -291,12 +291,16 @@ class Unit:
         if here != self.memory.shown_on:
             assert self._stamp is not None
             self.memory.show(here, self._stamp[1])
+            if self.depth:
+                self._set_class(Leaf)
 
     def evict(self) -> None:
         """Release the unit's memory on the device, and cancel a copy up that waits for a step."""
         self.steps.cancel()
         self.device.counters.evictions += self.memory.state is not Presence.ABSENT
         self.memory.release()
+        if self.depth:
+            self._set_class(Absent)
         if self.wholes:
             self._note_leaves()  # parts got new leaves: code that kept the old ones keeps the memory
 
@@ -364,11 +368,15 @@ class Unit:
 
     def bind(self) -> list[int]:
         """Put the leaves into the modules for a call of the unit; return their versions, for `written_since`."""
+        self._set_class(Leaf)
         with without_dispatch():
-            for leaf in self._dispatching:
-                leaf.__class__ = Leaf
             self.lend()
             return list(map(stored_version, self._there))
+
+    def _set_class(self, kind: type[Leaf]) -> None:
+        """Have functions use the leaves as they are (`Leaf`), or bring the unit first (`Absent`)."""
+        for leaf in self._dispatching:
+            leaf.__class__ = kind
 
     def lend(self) -> None:
         """Put the leaves into the modules without loading the unit; a function that gets one loads the unit."""
@@ -382,8 +390,7 @@ class Unit:
         """Undo one `bind` or `lend`; the last one puts the user's parameters back into the modules."""
         self.bound = max(0, self.bound - 1)  # 0 if binding failed
         if not self.depth:
-            for leaf in self._dispatching:
-                leaf.__class__ = Absent
+            self._set_class(Absent)
         if not self.bound:
             self._exchange(self._leaves, self._hosts)
             for whole in self.wholes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn, strided
@@ -34,13 +34,6 @@ class Whole:
     parameter: nn.Parameter
     form: Any  # makes the parameter again of its parts
     parts: tuple[tuple[str, Any], ...]  # names and tensors
-    is_shard: ClassVar[bool] = False  # whether it is a DTensor, whose only part is this process's shard (shards.py)
-
-
-def part_of(whole: Whole) -> Tensor:
-    """Return the only part of a DTensor: its shard."""
-    [(_, part)] = whole.parts
-    return part  # type: ignore[no-any-return]
 
 
 def whole_of(name: str, param: nn.Parameter) -> Whole:
