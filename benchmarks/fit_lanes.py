@@ -17,12 +17,12 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sp_lightning.plan.machines import REACHED, Machine, Reached
-from sp_lightning.plan.step import NO_BYTES, Bytes, Run, StepCost, step_time
+from sp_lightning.plan.step import step_time
 from sp_lightning.plan.trace import Work
 
 RESULTS = pathlib.Path(__file__).with_name("results")
@@ -39,6 +39,27 @@ HOST = 143e9
 SPOILT, LATER = ("peers-nvidia-h200.json", 0), 1
 
 ONE_CORE = 12e9  # bytes/s of a norm that torch computes on one core
+
+
+class Trained(NamedTuple):
+    """Parameters that a step changes: all, and those of them that travel in half precision."""
+
+    every: int = 0
+    cast: int = 0
+
+
+class Bytes(NamedTuple):
+    """Bytes for each parameter that travels in half precision, and for each other one."""
+
+    half: float = 0.0
+    full: float = 0.0
+
+    def of(self, trained: Trained) -> float:
+        """Return the bytes of one pass over these parameters."""
+        return trained.cast * self.half + (trained.every - trained.cast) * self.full
+
+
+NO_BYTES = Bytes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +99,14 @@ class Llama:
     blocks: int
     words: int = 128256
 
-    def works(self, tokens: int, length: int, training: bool, window: int | None) -> tuple[Work, Work, Work, Work]:
-        """Return the work of a forward, a backward that recomputes, a step, and of the table, which comes first.
+    def trained(self, training: bool) -> tuple[Trained, Trained]:
+        """Return the parameters of the blocks, and of the table, that a step changes."""
+        matrices = self.blocks * (2 * self.hidden * (self.hidden + self.keys) + 3 * self.hidden * self.mlp)
+        blocks = Trained(matrices + self.blocks * 2 * self.hidden, matrices)
+        return (blocks, Trained(self.words * self.hidden)) if training else (Trained(), Trained())
+
+    def works(self, tokens: int, length: int, training: bool, window: int | None) -> tuple[Work, Work, Work]:
+        """Return the work of a forward, of a backward that recomputes, and of the table, which comes first.
 
         Of the blocks, a backward begins with those that the forward left in the window.
         """
@@ -102,15 +129,14 @@ class Llama:
             up=inner * up + travels * width * table,  # the table again, as the head
         )
         if not training:
-            return forward, Work(), Work(), Work(up=travels * width * table)
+            return forward, Work(), Work(up=travels * width * table)
         backward = Work(
             flops=blocks * again + 4 * tokens * table,
             moved=tokens * blocks * moved[1] + 29.5 * logits + 12 * table,
             up=inner * up + travels * width * table,
             down=travels * blocks * (2 * matrices + 8 * hidden),
         )
-        step = Work(trained=blocks * (matrices + 2 * hidden), cast=blocks * matrices)
-        return forward, backward, step, Work(up=travels * 4 * table, down=travels * 4 * table, trained=table)
+        return forward, backward, Work(up=travels * 4 * table, down=travels * 4 * table)
 
 
 MODELS = {"llama-1b": Llama(2048, 8192, 512, 16), "llama-3b": Llama(3072, 8192, 1024, 28)}
@@ -128,21 +154,24 @@ class Row:
     step_s: float
     device_peak: int
     machine: Machine
-    run: Run
+    clip: bool
+    overlaps: bool
     cost: Cost
     training: bool
 
     def predicted_s(self, reached: Reached) -> float:
         """Return the step's time by lanes, and by the passes that clipping made then."""
-        works = MODELS[self.model].works(self.rows * self.length, self.length, self.training, self.window)
-        cost, trained, cores = self.cost, works[2].plus(works[3]), reached.step * self.machine.cores_bytes_per_s
-        landed, alone = cost.landed, 0.0
-        if self.run.clip:
+        model, cost, cores = MODELS[self.model], self.cost, reached.step * self.machine.cores_bytes_per_s
+        forward, backward, first = model.works(self.rows * self.length, self.length, self.training, self.window)
+        parts = model.trained(self.training)
+        trained, landed, alone = Trained(*map(sum, zip(*parts, strict=True))), cost.landed, 0.0
+        if self.clip:
             alone = (landed.of(trained) + cost.clipped.of(trained)) / cores + cost.clipped_by_one.of(trained) / ONE_CORE
             landed = NO_BYTES
         stepped = Bytes(cost.stepped.half + landed.half, cost.stepped.full + landed.full)
-        run = replace(self.run, cost=StepCost(stepped=stepped, on_device=cost.on_device))
-        return alone + step_time(*works, self.machine, run, reached).seconds
+        step, first_step = (Work(cores=stepped.of(part), moved=cost.on_device * part.every) for part in parts)
+        how = {"clip": self.clip, "overlaps": self.overlaps, "reached": reached}
+        return alone + step_time(forward, backward, step, first, first_step, self.machine, **how)[0]
 
 
 def measured() -> list[Row]:
@@ -175,11 +204,6 @@ def _row(name: str, file: dict[str, Any], result: dict[str, Any], row: dict[str,
     commit = (result.get("commit") or file["facts"]["commit"])[:7]
     window = row["options"].get("window")
     kind = ("plain" if window is None else commit) + " fused" * trainer
-    run = Run(
-        cost=StepCost(),
-        clip=setting["clip"] is not None,
-        overlap="none" if commit == "35907c1" else "forward",  # a callback made the next forward wait there
-    )
     label = f"{name.removesuffix('-nvidia-h200.json')}: {result['label']}, {row['label']}"
     sizes = setting["model"], setting["batch"], setting["seq"]
     return Row(
@@ -189,7 +213,8 @@ def _row(name: str, file: dict[str, Any], result: dict[str, Any], row: dict[str,
         row["step_s"]["median"],
         row["device_peak"],
         machine,
-        run,
+        setting["clip"] is not None,
+        commit != "35907c1",  # there a callback made the next forward wait
         COSTS[kind],
         not setting["inference"],
     )

@@ -214,7 +214,7 @@ def clipped_step(device: torch.device, tiny: bool) -> dict[str, Any]:
         "tokens": tokens.numel(),
         "seconds": statistics.median(times[2:]),
         "device GiB": stats["device_peak"] / GIB,
-        "host GiB": stats["host_bytes"] / GIB,
+        "host GiB": (stats["host_weight_bytes"] + stats["host_gradient_bytes"]) / GIB,
         "compiled step": stats["compiled_step"],
         "plan": plan,
     }

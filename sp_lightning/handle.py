@@ -138,7 +138,7 @@ class Handle:
         """Tell the recorder, gradients, window and ranks that a step begins. Collective if buffers are due."""
         trains = torch.is_grad_enabled()
         if (listener := self.device.counters.listener) is not None:
-            listener.begin_pass(kind, trains)
+            listener.begin_pass(trains)
         if not self.device.is_capturing():
             self._gradients.let_go()
         self.room.begin_step(trains)
@@ -192,14 +192,6 @@ class Handle:
     def stats(self) -> Stats:
         """Return figures of the run so far: counts since streaming began, sizes and memory. Nothing waits."""
         return stats_of(self.units, self.window, self.device, self.steps.pending)
-
-    def chosen(self) -> dict[str, int]:
-        """Return the window sizes that "auto" arrived at, for `resume` in a later run; empty if none were chosen."""
-        return self.room.chosen()
-
-    def resume(self, chosen: dict[str, int], why: str = "as in the run that is resumed") -> None:
-        """Set automatic window sizes to those that `chosen` or `Plan.chosen` returned, as far as they fit."""
-        self.room.resume(chosen, why)
 
     def record(self, recorder: Recorder | None = None) -> Recorder:
         """Start recording each step's copies, computation and waits, with their times; return the recorder."""

@@ -248,7 +248,7 @@ class _Recording(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, task: L.LightningModule) -> None:
         trainer.strategy.handle.stop_recording()  # type: ignore[attr-defined]
-        steps = self.recorder.trained()
+        steps = [step for step in self.recorder.steps if step.trains]
         step = typical(steps)
         self.work.figures["causes_s"] = step.causes()
         self.work.figures["lanes_s"] = {lane: step.busy(lane) for lane in LANES}

@@ -175,7 +175,7 @@ def _rate(device: Device, nbytes: int, copy: Callable[[], Any]) -> float:
         device.synchronize()
         begin = time.perf_counter()
         arrival = copy()
-        arrival.wait(device.compute)
+        arrival.wait(device.current_stream())
         arrival.synchronize()
         device.synchronize()
         seconds.append(time.perf_counter() - begin)

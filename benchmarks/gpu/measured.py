@@ -370,4 +370,4 @@ def _speed(row: Row) -> float:
 
 if __name__ == "__main__":  # the process of `_measured`
     here = torch.device(json.loads(sys.argv[2])["device"])
-    print(json.dumps(measure(here, torch.bfloat16, REACHED.down_cost)._asdict()))
+    print(json.dumps(measure(here, torch.bfloat16, REACHED.down_cost)))

@@ -40,7 +40,7 @@ class Prediction:
             **{"activations": setting.activations, **row.options},
         )
         nbytes = sum(nbytes for name, nbytes in found.device_terms.items() if name != "reserve")
-        return cls(row.label, nbytes, found.step_s, found.time.bound_by)
+        return cls(row.label, nbytes, found.step_s, found.bound_by)
 
     def beside(self, row: Row) -> dict[str, Any]:
         """Return the prediction, and the shares by which it is above the measurement."""

@@ -49,7 +49,6 @@ def rows(facts: Facts) -> dict[str, str]:
         "PCIe lanes": ", ".join(f"{used} of {there}" for used, there in facts.lanes) or "not known",
         "page locks": f"{pinned} (ulimit -l: {'unlimited' if limit is None else format_bytes(limit)})",
         "host memory": f"{format_bytes(host.free)} free of {format_bytes(host.total)}, of the {host.limited_by}",
-        "swapped out": format_bytes(facts.swapped_nbytes),
         "threads": f"{facts.threads} on {facts.cores} cores",
         "AdamW": facts.why_not_compiled or "steps in compiled code",
     }

@@ -33,7 +33,6 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variab
 # Without it two sets of hooks on saved tensors could not be chained: ours, and a checkpoint of the user's.
 _hooks: Any = torch._C._autograd
 top_hooks: Callable[[bool], Any] = _hooks._top_saved_tensors_default_hooks
-admits_hooks: Callable[[], bool] = _hooks._saved_tensors_hooks_is_enabled
 
 # Without it a saved tensor could not be told to lie in a unit's memory on the device.
 storage_id: Callable[[torch.UntypedStorage], int] = torch._C.StorageBase._cdata.__get__  # type: ignore[attr-defined]

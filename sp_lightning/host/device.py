@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,14 +27,13 @@ from . import memory
 from .machine import host_memory, lock_limit
 from .memory import PageLock, Slabs, keep_from_forks
 from .staging import StagingRing
-from .telemetry import Counters
+from .telemetry import NOT_RECORDED, Counters
 
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 512  # bytes: torch's allocators align so, and kernels are chosen by the alignment of pointers
 STAGING_NBYTES = 16 << 20  # bytes of a staging buffer: enough for the link to reach its speed
 STAGING_COUNT = 2  # staging buffers in each direction: one is filled while the other is emptied
-NOT_RECORDED: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def aligned(nbytes: int) -> int:
@@ -78,21 +77,6 @@ class IdleStream(contextlib.nullcontext[None]):
         """Do nothing: an idle stream has no work to wait for."""
 
 
-class HostMoment:
-    """A timed event of an idle stream."""
-
-    def __init__(self) -> None:
-        self.seconds = time.perf_counter()
-
-    def query(self) -> bool:
-        """Return whether the event has happened: an idle stream's always has."""
-        return True
-
-    def elapsed_time(self, later: HostMoment) -> float:
-        """Return the milliseconds from this event to a later one."""
-        return (later.seconds - self.seconds) * 1e3
-
-
 class CudaPageLock:
     """Page locks by CUDA or HIP, which then copy from and to that host memory by themselves."""
 
@@ -110,16 +94,14 @@ class CudaPageLock:
 
     def _lock(self, address: int, nbytes: int) -> None:
         """Register host memory with CUDA on the calling thread."""
-        cudart = _cudart()
         with torch.cuda.device(self._device):
-            _check(cudart, cudart.cudaHostRegister(address, nbytes, self.PORTABLE))
+            torch.cuda.check_error(_cudart().cudaHostRegister(address, nbytes, self.PORTABLE))
 
     def unlock(self, address: int) -> None:
         """Unlock host memory once the device has done all its work. Blocks; logs an error instead of raising."""
         try:
             torch.cuda.synchronize(self._device)  # torch does not track this memory: its copies may still run
-            cudart = _cudart()
-            _check(cudart, cudart.cudaHostUnregister(address))
+            torch.cuda.check_error(_cudart().cudaHostUnregister(address))
         except Exception as error:  # the device is unusable by now, and the process about to end
             log.debug("superpipeline: host memory could not be unlocked: %s", error)
 
@@ -127,12 +109,6 @@ class CudaPageLock:
 def _cudart() -> Any:
     """Return torch's binding of the CUDA or HIP runtime."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _check(cudart: Any, error: Any) -> None:
-    """Raise RuntimeError if a call of the CUDA runtime returned an error code."""
-    if int(error):
-        raise RuntimeError(f"CUDA error {int(error)}: {cudart.cudaGetErrorString(error)}")
 
 
 def page_lock(device: torch.device) -> PageLock | None:
@@ -149,16 +125,11 @@ def available() -> list[str]:
 
 def find(name: str | None = None) -> torch.device:
     """Return the device of a name, or raise; without a name return the first accelerator, else the CPU."""
-    found = available()
-    if name is None:
-        return torch.device(found[0])
     try:
-        device = torch.device(name)
+        device = torch.device(available()[0] if name is None else name)
     except RuntimeError:
-        raise _refused(name) from None
+        raise _refused(str(name)) from None
     check_supported(device)
-    if device.type != "cpu" and f"{device.type}:{device.index or 0}" not in found:
-        raise _refused(name)
     return device
 
 
@@ -178,20 +149,13 @@ def check_supported(device: torch.device) -> None:
         )
     if device.type == "meta":
         raise UnsupportedError("device 'meta' holds no data: pass the device that computes, such as 'cuda'")
-    if device.type != "cpu" and device.type not in {name.partition(":")[0] for name in available()}:
+    if device.type != "cpu" and f"{device.type}:{device.index or 0}" not in available():
         raise _refused(str(device))
 
 
 def _refused(name: str) -> OptionError:
     """Make the OptionError for a device that is not available, naming those that are."""
     return OptionError(argument="device", found=name, allowed="one of " + ", ".join(map(repr, available())))
-
-
-class Rings(NamedTuple):
-    """The staging rings of a device, one in each direction."""
-
-    up: StagingRing
-    down: StagingRing
 
 
 class Device:
@@ -218,18 +182,12 @@ class Device:
         self._refusal = "host_memory='pageable'"  # why memory is not locked
         self.slabs, self._lock = slabs or Slabs(), page_lock(self.torch_device)
         self._locked_nbytes = self._largest_slab = 0
-        self._rings: Rings | None = None
-        self._clock: Any = None  # a stream without other work, made at the first use of `both_clocks`
+        self._rings: list[StagingRing] = []  # one to the device, and one to the host
         self.counters = Counters()
 
     def new_stream(self) -> Any:
         """Create a stream on this device."""
         return IdleStream() if self.is_host else torch.Stream(device=self.torch_device)
-
-    @property
-    def compute(self) -> Any:
-        """The stream on which the calling thread launches kernels."""
-        return self.current_stream()
 
     @functools.cached_property
     def rounds_factors(self) -> bool:
@@ -238,8 +196,9 @@ class Device:
         return bool(narrow.clone().mul_(torch.tensor(1 + 2**-8, device=self.torch_device)).eq(narrow))
 
     def synchronize(self) -> None:
-        """Block until all work on the calling thread's stream is done."""
-        self.compute.synchronize()
+        """Block until the device has done all its work."""
+        if not self.is_host:
+            torch.accelerator.synchronize(self.torch_device)
 
     # ---- memory
 
@@ -285,8 +244,7 @@ class Device:
                 return memory.locked_by_torch(nbytes)
             except RuntimeError as error:
                 self._stop_locking(nbytes, error)
-        with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return memory.allocate(nbytes)
 
     def _stop_locking(self, nbytes: int, error: Exception) -> None:
         """Lock no more memory after this refusal; raise HostMemoryError if the user set host_memory='pinned'."""
@@ -305,8 +263,7 @@ class Device:
 
     def empty(self, nbytes: int) -> Tensor:
         """Allocate flat device memory on the current stream."""
-        with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        return memory.allocate(nbytes, self.torch_device)
 
     def keep_for(self, tensor: Tensor, stream: Any) -> None:
         """Keep the allocator from reusing a tensor's device memory until the work queued on this stream is done."""
@@ -315,10 +272,8 @@ class Device:
 
     def close(self) -> None:
         """Unlock all slabs, which remain as ordinary memory, and end the staging rings. Safe twice."""
-        rings, self._rings = self._rings, None
-        if rings is not None:
-            rings.up.close()
-            rings.down.close()
+        while self._rings:
+            self._rings.pop().close()
         self.slabs.unlock_all()
 
     # ---- figures
@@ -351,23 +306,12 @@ class Device:
         return int(min(free + torch.accelerator.memory_reserved(self.torch_device), total))
 
     def moment(self, stream: Any) -> Any:
-        """Record a timed event on the stream; it has its time once its ``query()`` is True."""
+        """Record a timed event on the stream, which has its time once its ``query()`` is True; on the CPU seconds."""
         if self.is_host:
-            return HostMoment()
+            return time.perf_counter()
         event = torch.Event(self.torch_device, enable_timing=True)
         event.record(stream)
         return event
-
-    def both_clocks(self) -> tuple[Any, float]:
-        """Read both clocks at one moment: an event on a stream that is always idle, and the host's seconds."""
-        if self.is_host:
-            now = HostMoment()
-            return now, now.seconds
-        if self._clock is None:
-            self._clock = self.new_stream()
-        before = time.perf_counter()
-        event = self.moment(self._clock)
-        return event, (before + time.perf_counter()) / 2
 
     # ---- copies
 
@@ -379,42 +323,45 @@ class Device:
         recorded: AbstractContextManager[None] = NOT_RECORDED,
     ) -> Arrival:
         """Start a host-to-device copy behind what is on the up stream and the copy ``after``, and return its end."""
-        if not self._copies_by_itself(source):
-            return self._staging().up.up(self.up.record_event(), target, source, after, recorded)
-        if after is not None:
-            after.wait(self.up)
-        with self.up, recorded:
-            target.copy_(source, non_blocking=True)
-            arrival: Arrival = self.up.record_event()
-        return arrival
+        return self._send(self.up, source, target, source, after, recorded)
 
     def send_down(
         self, target: Tensor, source: Tensor, recorded: AbstractContextManager[None] = NOT_RECORDED
     ) -> Arrival:
         """Start a device-to-host copy behind what is on the down stream, and return its end."""
-        if not self._copies_by_itself(target):
-            return self._staging().down.down(self.down.record_event(), target, source, recorded)
-        with self.down, recorded:
+        return self._send(self.down, target, target, source, None, recorded)
+
+    def _send(
+        self,
+        stream: Any,
+        host: Tensor,
+        target: Tensor,
+        source: Tensor,
+        after: Arrival | None,
+        recorded: AbstractContextManager[None],
+    ) -> Arrival:
+        """Start a copy on a stream, or through a ring if the device would block the caller for this host memory."""
+        if not (self.is_host or not host.nbytes or host.is_pinned()):
+            ring = self._staging()[stream is self.down]
+            return ring.copy(stream.record_event(), target, source, recorded, after)
+        if after is not None:
+            after.wait(stream)
+        with stream, recorded:
             target.copy_(source, non_blocking=True)
-            arrival: Arrival = self.down.record_event()
+            arrival: Arrival = stream.record_event()
         return arrival
 
     def after_compute(self, stream: Any) -> None:
         """Make work that a copy stream gets from now on run after all work now on the compute stream."""
         stream.wait_event(self.current_stream().record_event())
 
-    def _copies_by_itself(self, host: Tensor) -> bool:
-        """Whether the device copies from and to this host memory without blocking the caller."""
-        return self.is_host or not host.nbytes or host.is_pinned()
-
-    def _staging(self) -> Rings:
+    def _staging(self) -> list[StagingRing]:
         """Return the staging rings, which are made when a copy first needs them."""
-        if self._rings is None:
+        if not self._rings:
             nbytes = min(STAGING_NBYTES, aligned(max(self._largest_slab, 1)))
-            buffers = [self._staging_buffer(nbytes) for _ in range(2 * STAGING_COUNT)]
-            up = StagingRing(self.new_stream(), buffers[:STAGING_COUNT], "up")
-            down = StagingRing(self.new_stream(), buffers[STAGING_COUNT:], "down")
-            self._rings = Rings(up, down)
+            for name in ("up", "down"):
+                buffers = [self._staging_buffer(nbytes) for _ in range(STAGING_COUNT)]
+                self._rings.append(StagingRing(self.new_stream(), buffers, name))
             log.log(
                 logging.INFO if self._host_memory == "pageable" else logging.WARNING,
                 "superpipeline: %s: copies go through %d staging buffers of %s in each direction, which costs a thread"

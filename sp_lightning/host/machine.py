@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import psutil  # type: ignore[import-untyped]
 
 ROOT = Path("/")
 SYSTEM_SHARE, SYSTEM_LEAST, SYSTEM_MOST = 0.1, 4 * 2**30, 32 * 2**30  # of host memory, that is the system's
@@ -29,20 +31,13 @@ class HostMemory:
     machine: int  # total of the machine, including what this process may not use
 
 
-def _psutil() -> Any:
-    """Import psutil, at its first use."""
-    import psutil  # type: ignore[import-untyped]  # slow to import, and most runs never need it
-
-    return psutil
-
-
 def host_memory(root: Path = ROOT) -> HostMemory:
     """Return how much memory this process may use at most, and how much of that is free now.
 
     The smaller of the machine's and the cgroup's. In a cgroup file pages count as free: the kernel reclaims them before
     it kills a process.
     """
-    machine = _psutil().virtual_memory()
+    machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for limit, used in _cgroup_limits(root):
         total, free = min(total, limit), min(free, max(0, limit - used))
@@ -50,43 +45,21 @@ def host_memory(root: Path = ROOT) -> HostMemory:
 
 
 def peak_memory() -> int:
-    """Return this process's peak memory in bytes; where the system does not record one, its memory now."""
-    with contextlib.suppress(OSError):  # Linux only, where rusage would include the parent process's peak
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return int(_psutil().Process().memory_info().rss)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """Return this process's peak memory in bytes; where the system does not tell, that may be its parent's."""
+    own = _statistic(ROOT / "proc/self/status", ("VmHWM:",))
+    return 1024 * (own or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def lock_limit() -> int | None:
     """Return how many bytes an unprivileged process may page-lock (``ulimit -l``); None if there is no limit."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return None
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft in (resource.RLIM_INFINITY, -1) else soft
 
 
-def cache_nbytes(root: Path = ROOT) -> int:
-    """Return the bytes of the processors' last caches together; 64 MiB where the system does not tell."""
-    found = {}
-    for index in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cache/index3"):
-        with contextlib.suppress(OSError, ValueError):
-            size = (index / "size").read_text().strip()
-            found[(index / "shared_cpu_list").read_text()] = int(size.removesuffix("K")) << 10
-    return sum(found.values()) or 64 << 20
-
-
 def usable_cores() -> int:
     """Count the physical cores that this process may run on, within its CPU quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    logical, physical = _psutil().cpu_count() or allowed, _psutil().cpu_count(logical=False) or allowed
+    allowed = len(os.sched_getaffinity(0))
+    logical, physical = psutil.cpu_count() or allowed, psutil.cpu_count(logical=False) or allowed
     cores = max(1, round(allowed * physical / logical))
     quota = _cpu_quota(ROOT)
     return cores if quota is None else max(1, min(cores, int(quota)))
@@ -118,38 +91,24 @@ def gpu_lanes(root: Path = ROOT) -> list[tuple[int, int]]:
     return found
 
 
-def swapped_bytes() -> int:
-    """Return the bytes of memory that are swapped out, of all processes together."""
-    return int(_psutil().swap_memory().used)
-
-
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield (limit, use without file pages) of this process's memory cgroup and of each parent that has a limit."""
-    for folder, limit_file, used_file in _memory_cgroups(root):
-        limit = _number(folder / limit_file)
-        if limit is None or limit >= NO_LIMIT:
-            continue
-        files = _statistic(folder / "memory.stat", ("inactive_file", "active_file"))
-        yield limit, max(0, (_number(folder / used_file) or 0) - files)
+    """Yield (limit, use without file pages) of this process's memory cgroup and of each parent that has a limit.
 
-
-def _memory_cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield each memory cgroup folder of this process, parents included, with the names of its limit and use files."""
-    base = root / "sys/fs/cgroup"
+    In a container the path of the cgroup may be the host's: then only the topmost folder exists.
+    """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            names = ("memory.max", "memory.current")
-            yield from ((folder, *names) for folder in _upwards(base, path))
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            yield from ((folder, *names) for folder in _upwards(base / "memory", path))
-
-
-def _upwards(base: Path, path: str) -> Iterator[Path]:
-    """Yield a cgroup's folder and its parents. In a container the path may be the host's: then only the base exists."""
-    folder = base / path.strip("/")
-    yield from (found for found in (folder, *folder.parents) if found.is_relative_to(base) and found.is_dir())
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, limit_file, used_file = root / "sys/fs/cgroup", "memory.max", "memory.current"
+        if controllers:  # of the first version
+            base, limit_file, used_file = base / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        folder = base / path.strip("/")
+        for parent in (folder, *folder.parents):
+            limit = _number(parent / limit_file) if parent.is_relative_to(base) else None
+            if limit is not None and limit < NO_LIMIT:
+                files = _statistic(parent / "memory.stat", ("inactive_file ", "active_file "))
+                yield limit, max(0, (_number(parent / used_file) or 0) - files)
 
 
 def _cpu_quota(root: Path) -> float | None:
@@ -162,9 +121,8 @@ def _cpu_quota(root: Path) -> float | None:
 
 
 def _statistic(file: Path, names: tuple[str, ...]) -> int:
-    """Sum the numbers of these names in a file of "name number" lines."""
-    found = (line.split() for line in _lines(file))
-    return sum(int(words[1]) for words in found if len(words) == 2 and words[0] in names)
+    """Sum the numbers of these names in a file of lines that begin with a name and its number."""
+    return sum(int(line.split()[1]) for line in _lines(file) if line.startswith(names))
 
 
 def _number(file: Path) -> int | None:
@@ -191,13 +149,11 @@ class Mapping(NamedTuple):
 
 
 def mappings() -> list[Mapping]:
-    """List the private mappings of files in this process, as far as the system reports them.
+    """List the private mappings of files in this process.
 
     Neighbours that continue each other are joined. A memfd, as ranks share it, is left out.
     """
     found: list[Mapping] = []
-    if not sys.platform.startswith("linux"):
-        return found
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             addresses, mode, offset, device, inode, *path = line.rstrip("\n").split(None, 5)

@@ -25,6 +25,8 @@ from torch import Tensor
 
 TOUCHED_AT_ONCE = 32 << 20  # bytes that a thread touches at a time
 MOST_THREADS = 8  # with more, the kernel's own locks take the time
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's numbers of these parameters
+SMALL_THRESHOLD, USUAL_THRESHOLD = 1 << 20, 32 << 20  # bytes of the blocks that malloc maps one by one
 
 
 class PageLock(Protocol):
@@ -59,7 +61,7 @@ class Slabs:
         self._touch(flat)
         lock.lock(flat.data_ptr(), nbytes)
         self._locks.append(weakref.finalize(memory, _unlock, lock, mapping, flat.data_ptr(), os.getpid()))
-        _share_with_forks(mapping, False)
+        mapping.madvise(mmap.MADV_DONTFORK)
         return flat
 
     def unlock_all(self) -> None:
@@ -91,13 +93,9 @@ class Slabs:
 
 def private_mapping(nbytes: int) -> mmap.mmap:
     """Map anonymous memory that no other process shares, in huge pages where the system has them."""
-    size = max(nbytes, 1)
-    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
-        return mmap.mmap(-1, size)
-    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # a fault for each 2 MiB instead of 4 KiB
-        with suppress(OSError):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+    mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # a fault for each 2 MiB instead of 4 KiB
     return mapping
 
 
@@ -121,24 +119,37 @@ def touch_pages(flat: Tensor, touch: Callable[[Tensor], object]) -> None:
 
 def locked_by_torch(nbytes: int) -> Tensor:
     """Allocate page-locked memory from torch's caching allocator."""
+    return allocate(nbytes, is_locked=True)
+
+
+def allocate(nbytes: int, device: torch.device | str = "cpu", is_locked: bool = False) -> Tensor:
+    """Allocate flat memory from torch's allocator of a device."""
     with torch.inference_mode(False):
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=is_locked)
 
 
 def _unlock(lock: PageLock, mapping: mmap.mmap, address: int, process: int) -> None:
     """Unlock a slab and give it to forked processes again; do nothing in a forked process."""
     if os.getpid() == process:
         lock.unlock(address)
-        _share_with_forks(mapping, True)
+        mapping.madvise(mmap.MADV_DOFORK)
 
 
 def keep_from_forks(flat: Tensor) -> None:
     """Hide memory that consists of whole pages from forked processes, for good."""
-    if hasattr(mmap, "MADV_DONTFORK"):
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(flat.data_ptr()), ctypes.c_size_t(flat.nbytes), mmap.MADV_DONTFORK)
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(flat.data_ptr()), ctypes.c_size_t(flat.nbytes), mmap.MADV_DONTFORK)
 
 
-def _share_with_forks(mapping: mmap.mmap, shared: bool) -> None:
-    """Set whether forked processes get the pages of a mapping."""
-    if hasattr(mmap, "MADV_DONTFORK"):
-        mapping.madvise(mmap.MADV_DOFORK if shared else mmap.MADV_DONTFORK)
+def map_blocks_from(nbytes: int) -> None:
+    """Make glibc's malloc map blocks of at least this size one by one, so that freeing one returns it to the system.
+
+    glibc takes smaller blocks from a heap that only shrinks at its end, and raises the threshold to the largest block
+    ever freed, up to USUAL_THRESHOLD: most of a model's tensors are smaller. Units that came and went among gradients
+    left 1.5 times as much memory as the gradients. Nothing changes where the user set malloc's thresholds, or with
+    another C library.
+    """
+    chosen = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not os.environ.keys() & chosen and "glibc.malloc" not in os.getenv("GLIBC_TUNABLES", ""):
+        mallopt(MMAP_THRESHOLD, nbytes)
+        mallopt(TRIM_THRESHOLD, 2 * nbytes)

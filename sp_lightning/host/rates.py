@@ -1,67 +1,48 @@
 """Measure the machine at hand: its device, its link, and its host's memory.
 
-1. Arrays have at least four times the bytes of the last cache; smaller ones measure the cache.
+1. Arrays are larger than the last caches; smaller ones measure the cache.
 2. Every rate is measured twice. Two that differ by more than `NOISE` are refused: something else uses the machine.
 3. Work is queued until launches and the clock's resolution are negligible, and both ends wait for the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import HostMemoryError, MeasurementError
-from ..options import format_both
+from ..errors import MeasurementError
 from .device import Device
-from .machine import cache_nbytes, host_memory
+from .machine import host_memory
 
 NOISE = 0.15  # by which two measurements may differ
-CACHES = 4  # times the last cache's bytes: the size of the arrays
+ARRAYS = 1 << 30  # bytes of arrays in host memory, at most an eighth of what is free
 SHORTEST_S = 0.05  # seconds of the shortest measurement
 BESIDE = 8  # passes of the cores over their arrays while copies run
 
 
-class Rates(NamedTuple):
-    """The rates of a machine, in FLOP or bytes a second, and its memories."""
+def measured(device: torch.device | str, dtype: torch.dtype, down_cost: float = 1.0) -> dict[str, Any]:
+    """Measure this machine, in about two seconds; raise MeasurementError if other work disturbs that.
 
-    flops_per_s: float
-    device_bytes_per_s: float
-    up_bytes_per_s: float
-    down_bytes_per_s: float
-    duplex: float  # rate of each direction while both run, as a share of the slower one's alone
-    host_bytes_per_s: float  # of host memory, by the cores and copies together
-    cores_bytes_per_s: float  # of host memory, by the cores alone
-    device_nbytes: int
-    host_nbytes: int
-
-
-def measured(device: torch.device | str, dtype: torch.dtype, down_cost: float = 1.0) -> Rates:
-    """Measure the rates of this machine, in about two seconds; raise MeasurementError if other work disturbs them.
+    The figures are bytes, and bytes or FLOP a second, by the names that `sp_lightning.plan.machines.Machine` has.
 
     Args:
         device: The device that computes.
         dtype: The type in which it computes.
         down_cost: Bytes of host memory that a byte from the device moves.
     """
-    at = Device(device)
-    try:
+    with contextlib.closing(Device(device)) as at:
         return _measured(at, dtype, down_cost)
-    finally:
-        at.close()
-        if not at.is_host:
-            torch.accelerator.empty_cache()
 
 
-def _measured(at: Device, dtype: torch.dtype, down_cost: float) -> Rates:
-    """Measure the rates of an open device and its host, one after the other."""
-    nbytes, free = CACHES * cache_nbytes(), host_memory().free
-    if 5 * nbytes > free:
-        needs, available = format_both(5 * nbytes, free)
-        raise HostMemoryError(f"measuring takes {needs} of host memory, but {available} are free: free some first")
+def _measured(at: Device, dtype: torch.dtype, down_cost: float) -> dict[str, Any]:
+    """Measure an open device and its host, one rate after the other."""
+    memory = host_memory()
+    nbytes = min(ARRAYS, memory.free // 8)
     one, two = (torch.zeros(nbytes // 8, device="cpu") for _ in range(2))
 
     def on_cores() -> None:
@@ -72,7 +53,7 @@ def _measured(at: Device, dtype: torch.dtype, down_cost: float) -> Rates:
     copies = _Copies(at, min(nbytes, at.memory_capacity() // 8))
     up = _twice("copies to the device", at, copies.up, copies.nbytes)
     down = _twice("copies to the host", at, copies.down, copies.nbytes)
-    duplex, together, device_rate, total = 1.0, cores, cores, host_memory().total
+    duplex, together, device_rate, total = 1.0, cores, cores, memory.total
     if not at.is_host:  # where copies run beside other work
         duplex = min(1.0, _twice("copies both ways", at, copies.both, copies.nbytes) / min(up, down))
         rates = [_together(at, copies, on_cores, 3 * one.nbytes, down_cost) for _ in range(2)]
@@ -80,17 +61,17 @@ def _measured(at: Device, dtype: torch.dtype, down_cost: float) -> Rates:
         values = torch.zeros(at.memory_capacity() // 64, device=at.torch_device)  # a sixteenth of what is free
         device_rate = _twice("the device's memory", at, lambda: values.add_(1), 2 * values.nbytes)
         total = torch.accelerator.get_memory_info(at.torch_device)[1]
-    return Rates(
-        flops_per_s=_products(at, dtype),
-        device_bytes_per_s=device_rate,
-        up_bytes_per_s=up,
-        down_bytes_per_s=down,
-        duplex=duplex,
-        host_bytes_per_s=max(together, cores),
-        cores_bytes_per_s=cores,
-        device_nbytes=total,
-        host_nbytes=host_memory().total,
-    )
+    return {
+        "flops_per_s": _products(at, dtype),
+        "device_bytes_per_s": device_rate,
+        "up_bytes_per_s": up,
+        "down_bytes_per_s": down,
+        "duplex": duplex,  # rate of each direction while both run, as a share of the slower one's alone
+        "host_bytes_per_s": max(together, cores),  # by the cores and copies together
+        "cores_bytes_per_s": cores,  # by the cores alone
+        "device_nbytes": total,
+        "host_nbytes": memory.total,
+    }
 
 
 def _twice(what: str, at: Device, work: Callable[[], object], amount: float) -> float:
@@ -119,18 +100,12 @@ def _seconds(at: Device, work: Callable[[], object]) -> float:
 
 def _timed(at: Device, work: Callable[[], object], calls: int) -> float:
     """Return the seconds of so many calls of work, from an idle device to an idle device. Blocks."""
-    _wait(at)
+    at.synchronize()
     begin = time.perf_counter()
     for _ in range(calls):
         work()
-    _wait(at)
+    at.synchronize()
     return time.perf_counter() - begin
-
-
-def _wait(at: Device) -> None:
-    """Block until the device has done all its work."""
-    if not at.is_host:
-        torch.accelerator.synchronize(at.torch_device)
 
 
 class _Copies:
@@ -140,7 +115,7 @@ class _Copies:
         self.nbytes, self._at = nbytes, at
         self._host = [at.slab(nbytes).fill_(1) for _ in range(2)]
         self._device = [torch.zeros(nbytes, dtype=torch.uint8, device=at.torch_device) for _ in range(2)]
-        _wait(at)  # the streams of the copies do not wait for the zeros
+        at.synchronize()  # the streams of the copies do not wait for the zeros
 
     def up(self) -> None:
         """Start a copy to the device."""
@@ -168,7 +143,7 @@ def _together(at: Device, copies: _Copies, on_cores: Callable[[], None], nbytes:
     while not all(end.query() for end in ends):
         on_cores()
         passes += 1
-    _wait(at)
+    at.synchronize()
     moved = passes * nbytes + rounds * copies.nbytes * (1 + down_cost)
     return moved / (time.perf_counter() - begin)
 

@@ -15,35 +15,32 @@
 
 from __future__ import annotations
 
-import copy
-import functools
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .device import NOT_RECORDED, Device
-from .telemetry import Lane, Span, causes
+from .device import Device
+from .telemetry import NOT_RECORDED, Lane, Span, causes
 
 LAG = 2  # passes that begin after a pass before it is read (Rule 2)
-DISK_LANES: tuple[Lane, ...] = ("disk in", "disk out")
-OF_THE_HOST: tuple[Lane, ...] = ("optimizer", *DISK_LANES)  # lanes that are timed by the host's clock
+OF_THE_HOST: tuple[Lane, ...] = ("optimizer", "disk in", "disk out", "host")  # lanes timed by the host's clock
 KEPT = 16  # recorded passes from which figures are made
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RecordedStep:
     """One pass over the units, from its begin to the next one's; times are ``time.perf_counter``'s."""
 
     number: int
-    kind: str  # "train", "validate", "forward", ...
     trains: bool  # whether autograd recorded
     batch: int = 0  # how many earlier passes had the same `trains`
     start: float
-    end: float
-    spans: tuple[Span, ...]  # in the order of their starts
+    end: float = 0.0
+    spans: list[Span] = field(default_factory=list)  # in the order of their starts
 
     @property
     def seconds(self) -> float:
@@ -64,148 +61,46 @@ class RecordedStep:
 
     def causes(self) -> dict[str, float]:
         """Split the pass's seconds by cause (`telemetry.causes`)."""
-        return self._causes
-
-    @functools.cached_property  # read again and again while the step is one of the last
-    def _causes(self) -> dict[str, float]:
-        """Split the seconds by cause, once: the sums are read again and again while the step is one of the last."""
         return causes(self.spans, self.start, self.end)
-
-
-class _Entry:
-    """A span whose ends are not times yet, but events of the device or seconds of the host."""
-
-    __slots__ = ("end", "lane", "nbytes", "phase", "stall", "start", "unit")
-
-    def __init__(self, lane: Lane, unit: str, phase: str = "", stall: str = "", nbytes: int = 0) -> None:
-        self.lane = lane
-        self.unit = unit
-        self.phase = phase
-        self.stall = stall
-        self.nbytes = nbytes
-        self.start: Any = None
-        self.end: Any = None
-
-
-@dataclass(eq=False)
-class _Pass:
-    """A pass whose events may not have happened yet."""
-
-    number: int
-    kind: str
-    trains: bool
-    batch: int
-    reference: Any  # the pass's begin, on the device's clock
-    start: float  # the same moment, on the host's clock
-    end: float = 0.0
-    entries: list[_Entry] = field(default_factory=list)
-
-    def happened(self) -> bool:
-        """Whether all events of the pass have happened; each is asked, as streams finish in any order."""
-        ends = (entry.end for entry in reversed(self.entries))
-        return self.reference.query() and all(isinstance(end, float) or end.query() for end in ends)
-
-    def read(self) -> RecordedStep:
-        """Convert the pass's events to times, and return the recorded step."""
-        spans = [
-            Span(e.lane, e.unit, self._at(e.start), self._at(e.end), e.phase, e.stall, e.nbytes) for e in self.entries
-        ]
-        spans = sorted([*_one_after_the_other(spans)], key=lambda span: span.start)
-        return RecordedStep(
-            number=self.number,
-            kind=self.kind,
-            trains=self.trains,
-            batch=self.batch,
-            start=self.start,
-            end=self.end,
-            spans=tuple(spans),
-        )
-
-    def _at(self, moment: Any) -> float:
-        """Convert an event, or a time of the host's clock, to seconds of the host's clock."""
-        if isinstance(moment, float):
-            return moment
-        return self.start + float(self.reference.elapsed_time(moment)) / 1e3
-
-
-def _one_after_the_other(spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield spans by their ends, without overlaps in disk lanes: there none starts before the last one ended."""
-    until = dict.fromkeys(DISK_LANES, 0.0)
-    for span in sorted(spans, key=lambda span: span.end):
-        if span.lane in until:
-            span = span._replace(start=max(span.start, until[span.lane]))
-            until[span.lane] = span.end
-        yield span
-
-
-class _Work:
-    """A piece of work: marks both of its ends. It may be done in parts, one after the other."""
-
-    def __init__(self, entry: _Entry, entries: list[_Entry], now: Callable[[], Any]) -> None:
-        self._entry = entry
-        self._entries = entries
-        self._now = now
-
-    def __enter__(self) -> None:
-        self._entry.start = self._now()
-
-    def __exit__(self, *_: object) -> None:
-        self._entry.end = self._now()
-        self._entries.append(copy.copy(self._entry))
-
-
-class _Wait:
-    """A wait of the compute stream: ends the compute before it and begins the compute after it (Rule 4)."""
-
-    def __init__(self, recorder: Recorder, stall: _Entry, unit: str, phase: str) -> None:
-        self._recorder = recorder
-        self._stall = stall
-        self._next = (unit, phase)
-
-    def __enter__(self) -> None:
-        self._stall.start = self._recorder._end_compute()
-
-    def __exit__(self, *_: object) -> None:
-        self._stall.end = self._recorder._begin_compute(*self._next)
-        self._recorder._add(self._stall)
 
 
 class Recorder:
     """Records passes and keeps the last ``keep``; ``wanted`` selects them by `RecordedStep.batch`."""
 
-    def __init__(self, clock: Device, keep: int = KEPT, wanted: Callable[[int], bool] = lambda batch: True) -> None:
-        self._clock = clock
+    def __init__(self, device: Device, keep: int = KEPT, wanted: Callable[[int], bool] = lambda batch: True) -> None:
+        self._device, self._idle_stream = device, device.new_stream()
         self._wanted = wanted
-        self._passes: deque[_Pass] = deque()  # passes that are not read yet
-        self._now: _Pass | None = None  # the pass under way, if it is recorded
+        # Passes that are not read yet, each with its start on the device's clock. Ends of their spans are no times yet,
+        # but events of the device or seconds of the host.
+        self._passes: deque[tuple[RecordedStep, Any]] = deque()
+        self._now: RecordedStep | None = None  # the pass under way, if it is recorded
         self._count = 0  # passes begun, recorded or not
         self._batches = {True: 0, False: 0}  # passes begun, recorded or not, by whether they train
-        self._computing: _Entry | None = None
+        self._computing: Span | None = None
         self.steps: deque[RecordedStep] = deque(maxlen=keep)
 
     # ---- listening
 
-    def begin_pass(self, kind: str, trains: bool) -> None:
+    def begin_pass(self, trains: bool) -> None:
         """End the pass under way and begin a new one, to which all that is recorded from now on belongs."""
         self._end_pass()
         self._read(LAG)
         batch = self._batches[trains]
         if self._wanted(batch):
-            reference, start = self._clock.both_clocks()
-            self._now = _Pass(self._count, kind, trains, batch, reference, start)
-            self._passes.append(self._now)
+            before = time.perf_counter()
+            reference = self._device.moment(self._idle_stream)
+            start = (before + time.perf_counter()) / 2
+            self._now = RecordedStep(number=self._count, trains=trains, batch=batch, start=start)
+            self._passes.append((self._now, reference))
         self._count += 1
         self._batches[trains] += 1
 
-    def work(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        """Return a context that records the work issued in it as a span of one lane."""
-        of_pass = self._now  # read once: another thread may end the pass meanwhile
-        if of_pass is None:
-            return NOT_RECORDED
-        now: Callable[[], Any] = time.perf_counter
-        if lane not in OF_THE_HOST:
-            now = lambda: self._clock.moment(self._clock.compute)  # noqa: E731  # of the copying thread
-        return _Work(_Entry(lane, unit, phase, "", nbytes), of_pass.entries, now)
+    def work(
+        self, lane: Lane, unit: str = "", phase: str = "", nbytes: int = 0, stall: str = ""
+    ) -> AbstractContextManager[None]:
+        """Return a context that records the work issued in it as a span of one lane, or what the lane waited for."""
+        now = self._now  # read once: another thread may end the pass meanwhile
+        return NOT_RECORDED if now is None else self._timed(now.spans, Span(lane, unit, 0, 0, phase, stall, nbytes))
 
     def waiting(self, cause: str, unit: str = "", phase: str = "") -> AbstractContextManager[None]:
         """Return a context that records a wait of the compute stream; ``unit``: whose compute begins after the wait."""
@@ -214,55 +109,61 @@ class Recorder:
             return NOT_RECORDED
         if not unit and now is not None:
             unit, phase = now.unit, now.phase
-        return _Wait(self, _Entry("compute", unit, phase, cause), unit, phase)
+        return self._wait(Span("compute", unit, 0, 0, phase, cause))
 
     def idle(self) -> None:
         """Note that the compute stream's next work belongs to no unit."""
         if self._computing is not None:
             self._end_compute()
 
-    def host_waited(self, cause: str, begin: float, end: float) -> None:
-        """Record that the host waited between two readings of ``time.perf_counter``."""
-        entry = _Entry("host", "", "", cause)
-        entry.start, entry.end = begin, end
-        self._add(entry)
-
     # ---- reading
 
     def flush(self) -> None:
         """End the pass under way, wait for all queued work and read every pass (Rule 2)."""
         self._end_pass()
-        for stream in (self._clock.up, self._clock.down, self._clock.compute):
-            stream.synchronize()
+        self._device.synchronize()
         self._read(0)
         self._passes.clear()
 
-    def trained(self, since: int = 0) -> list[RecordedStep]:
-        """Return the recorded passes that train, from the number ``since`` on."""
-        return [step for step in self.steps if step.trains and step.number >= since]
-
     # ---- details
 
-    def _add(self, entry: _Entry) -> None:
-        """Add an entry to the pass under way, if one is recorded."""
+    @contextlib.contextmanager
+    def _timed(self, spans: list[Span], span: Span) -> Iterator[None]:
+        """Add a span that has this context's begin and end, by the clock of its lane."""
+        now = time.perf_counter if span.lane in OF_THE_HOST else self._moment
+        start: Any = now()
+        try:
+            yield
+        finally:
+            spans.append(span._replace(start=start, end=now()))
+
+    @contextlib.contextmanager
+    def _wait(self, stall: Span) -> Iterator[None]:
+        """End the compute under way, add a wait, and begin the compute of the wait's unit (Rule 4)."""
+        start = self._end_compute()
+        try:
+            yield
+        finally:
+            end = self._moment()
+            self._add(stall._replace(start=start, end=end))
+            if stall.unit:
+                self._computing = Span("compute", stall.unit, end, 0, stall.phase)
+
+    def _moment(self) -> Any:
+        """Record an event on the calling thread's stream."""
+        return self._device.moment(self._device.current_stream())
+
+    def _add(self, span: Span) -> None:
+        """Add a span to the pass under way, if one is recorded."""
         now = self._now  # read once: another thread may end the pass meanwhile
         if now is not None:
-            now.entries.append(entry)
-
-    def _begin_compute(self, unit: str, phase: str) -> Any:
-        """Record an event at which compute for a unit begins, and return the event."""
-        moment = self._clock.moment(self._clock.compute)
-        if unit:
-            self._computing = _Entry("compute", unit, phase)
-            self._computing.start = moment
-        return moment
+            now.spans.append(span)
 
     def _end_compute(self) -> Any:
         """Record an event at which the compute under way ends, and return the event."""
-        moment = self._clock.moment(self._clock.compute)
+        moment = self._moment()
         if self._computing is not None:
-            self._computing.end = moment
-            self._add(self._computing)
+            self._add(self._computing._replace(end=moment))
             self._computing = None
         return moment
 
@@ -275,5 +176,18 @@ class Recorder:
 
     def _read(self, later: int) -> None:
         """Read the oldest passes: those with at least ``later`` passes after them, and whose events have happened."""
-        while self._passes and self._count - self._passes[0].number > later and self._passes[0].happened():
-            self.steps.append(self._passes.popleft().read())
+        while self._passes and self._count - self._passes[0][0].number > later:
+            step, reference = self._passes[0]
+            ends = (span.end for span in reversed(step.spans))  # each is asked, as streams finish in any order
+            if not all(isinstance(moment, float) or moment.query() for moment in (reference, *ends)):
+                break
+            self._passes.popleft()
+            begin = step.start, reference
+            timed = (span._replace(start=_at(span.start, *begin), end=_at(span.end, *begin)) for span in step.spans)
+            step.spans = sorted(timed, key=lambda span: span.start)
+            self.steps.append(step)
+
+
+def _at(moment: Any, start: float, reference: Any) -> float:
+    """Convert an event to seconds of the host's clock, by an event of the moment ``start``; return seconds as such."""
+    return moment if isinstance(moment, float) else start + float(reference.elapsed_time(moment)) / 1e3

@@ -1,10 +1,9 @@
-"""How many units fit on the device: `window="auto"` and `transfer="auto"`, from bytes.
+"""How many units fit on the device: `window="auto"`, from bytes.
 
 - *Others* is all memory on the device but the window's units. After a step that raised the device's peak, others took
   that peak, less the window's units when most was allocated. The largest such figure counts.
-- A run begins with one unit, because the memory of activations is not known, or with the sizes of the run that it
-  resumes. After each step the window grows into what others and a reserve leave free: while weights train at most
-  fourfold.
+- A run begins with one unit, because the memory of activations is not known. After each step the window grows into
+  what others and a reserve leave free: while weights train at most fourfold.
 - The first step that trains begins small again: what evaluation left free says nothing about backward.
 - Where an allocation failed, the window stays smaller than it was.
 - Gradients that stay on the device until the step may be there beside the next forward: the window leaves room for all
@@ -13,7 +12,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Sequence
@@ -46,12 +44,6 @@ class UnitNumbers:
     def trained(self) -> bool:
         """Whether a step changes the unit."""
         return self.down_nbytes > 0
-
-
-def sizes_of(units: Sequence[UnitNumbers]) -> str:
-    """Format the units' bytes, largest first: "1 x 2048, 12 x 1024"."""
-    sizes = sorted((unit.up_nbytes for unit in units), reverse=True)
-    return ", ".join(f"{len(list(run))} x {nbytes}" for nbytes, run in itertools.groupby(sizes))
 
 
 def largest_window(units: Sequence[UnitNumbers], budget: int) -> int:
@@ -108,28 +100,25 @@ class Room:
         keeps_gradients: bool = False,
     ) -> None:
         self._device, self._budget = device, budget
-        self._given = window, transfer
         self._streamed = [unit for unit in units if not unit.resident]
         gradients = [unit.down_nbytes for unit in self._streamed]
         self._packs = sum(gradients) if keeps_gradients else 2 * max(gradients, default=0)
         self._kept: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # bytes of gradients that stay
         self._beside = 0  # the most bytes in use besides gradients that stay
         self.window = self._first = first_window(window, budget, units, device.is_host)
-        self.transfer = 1 if transfer == "auto" else min(transfer, self.window)
+        self._transfer = 1 if transfer == "auto" else transfer
         self._most = self.window if budget is not None or device.is_host else max(1, len(self._streamed))
         self.grows = window == "auto" and not device.is_host  # whether the window may change from step to step
-        self._others = self._resumed = 0  # bytes of others, in this run and in the run that it resumes
+        self._others = self._peak = 0
         self._fullest = self._window_then = 0  # most bytes allocated in this step, and the window's share then
-        self._peak = 0
         self._was_trained = self._has_begun = False
         if self.grows:
             device.reset_memory_peak()
-            log.info(
-                "superpipeline: starts with window %d: units %s; the device has %s",
-                self.window,
-                sizes_of(self._streamed),
-                format_bytes(device.memory_capacity()),
-            )
+
+    @property
+    def transfer(self) -> int:
+        """How many units are exchanged at a time."""
+        return min(self._transfer, self.window)
 
     def note_memory(self, window_nbytes: int) -> None:
         """Note the device memory in use after loads, and how many bytes of that are the window's units."""
@@ -158,7 +147,7 @@ class Room:
             if self._has_begun:
                 self._device.reset_memory_peak()
                 self._peak = self._others = 0
-            self._resize(self._first if not self._resumed else self.window, "the first step that trains")
+            self._resize(self._first, "the first step that trains")
         elif self._has_begun:
             self._grow(GROWTH * self.window if trains else self._most)
         self._has_begun = True
@@ -173,50 +162,23 @@ class Room:
             packs = self._packs if is_first else 0  # gradients that a faster host would have on their way down
             self._others = max(self._others, peak - self._window_then + packs)
 
-    def _grow(self, limit: int, why: str = "") -> None:
+    def _grow(self, limit: int) -> None:
         """Resize the window to what fits beside the most that others took and a reserve, up to a limit."""
-        capacity, others = self._device.memory_capacity(), max(self._others, self._resumed)
+        capacity = self._device.memory_capacity()
         reserve = int(capacity * RESERVE_SHARE)
-        fit = max(1, largest_window(self._streamed, max(0, capacity - reserve - others)))
+        fit = max(1, largest_window(self._streamed, max(0, capacity - reserve - self._others)))
         most = self._most if self._budget is not None else min(self._most, fit)
-        found = f"at most {most} fit, as of {capacity} bytes {others} for others and {reserve} in reserve"
-        self._resize(min(most, limit), why or found)
+        found = f"at most {most} fit, as of {capacity} bytes {self._others} for others and {reserve} in reserve"
+        self._resize(min(most, limit), found)
 
     def _resize(self, window: int, why: str) -> None:
-        """Set the window's size, lower the transfer to it, and log the reason."""
+        """Set the window's size, and log the reason."""
         if window != self.window:
             log.info("superpipeline: window %d -> %d: %s", self.window, window, why)
-            self.window, self.transfer = window, min(self.transfer, window)
+            self.window = window
 
-    def was_short(self) -> None:
-        """Make the window smaller for good: the device had no memory for a unit."""
+    def shrink(self, window: int, why: str) -> None:
+        """Make a window that grows smaller for good: the device had no memory."""
         if self.grows and self.window > 1:
-            self._most = self.window - 1
-            self._resize(self._most, "the device had no memory for a unit")
-
-    def ran_out(self) -> None:
-        """Halve the window for good: the model's own code found no memory on the device."""
-        if self.grows and self.window > 1:
-            self._most = self.window // 2
-            self._resize(self._most, "the device had no memory for the model's own code")
-
-    # ---- checkpoints
-
-    def chosen(self) -> dict[str, int]:
-        """Return the sizes from which a resumed run starts; empty if none were chosen."""
-        if self._device.is_host or "auto" not in self._given or not self._has_begun:
-            return {}
-        self._note_peak()
-        others = max(self._others, self._resumed)
-        return {"window": self.window, "transfer": self.transfer, "others_nbytes": others}
-
-    def resume(self, chosen: dict[str, Any], why: str) -> None:
-        """Start from the sizes that an earlier run or a plan chose, as far as they fit here."""
-        if not chosen or self._device.is_host:
-            return
-        self._resumed = chosen["others_nbytes"]
-        if self._given[1] == "auto":
-            self.transfer = chosen["transfer"]
-        if self.grows:
-            self._grow(chosen["window"], why)
-        self.transfer = min(self.transfer, self.window)
+            self._most = window
+            self._resize(window, why)

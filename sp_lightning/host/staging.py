@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,91 +50,84 @@ class StagingRing:
 
     def __init__(self, stream: Any, buffers: Sequence[Tensor], name: str) -> None:
         self._stream, self._buffers = stream, buffers
-        self._read: list[Any] = [None] * len(buffers)  # for each buffer the event after which it may be written
-        self._next = 0
-        self._thread = ThreadPoolExecutor(1, f"superpipeline-{name}")
+        self._turns = itertools.cycle(range(len(buffers)))
+        self._read = [stream.record_event() for _ in buffers]  # after which each buffer may be written again
+        self._thread = ThreadPoolExecutor(1, f"superpipeline-{name}", torch.accelerator.set_stream, (stream,))
 
-    def up(self, begin: Any, target: Tensor, source: Tensor, after: Any, recorded: Any) -> StagedCopy:
-        """Start a copy to the device.
+    def copy(
+        self,
+        begin: Any,
+        target: Tensor,
+        source: Tensor,
+        recorded: AbstractContextManager[None],
+        after: Any = None,
+    ) -> StagedCopy:
+        """Start a copy between host and device, and return its end.
 
         Args:
-            begin: An event after which the device's memory may be written.
-            target: The bytes on the device.
-            source: The bytes on the host.
-            after: The copy from the device that brings the host's bytes; None if they have arrived.
+            begin: An event after which the device's memory may be written, or read.
+            target: Flat bytes on the device or on the host.
+            source: Flat bytes on the other one.
             recorded: The recorder's context, in which the copy is made.
+            after: The copy from the device that brings the host's bytes; None if they have arrived.
         """
-        return self._submit(begin, recorded, lambda staged: self._up(target, source, after))
-
-    def down(self, begin: Any, target: Tensor, source: Tensor, recorded: Any) -> StagedCopy:
-        """Start a copy to the host, of memory that may be read after the event ``begin``."""
-        return self._submit(begin, recorded, lambda staged: self._down(staged, target, source))
+        staged = StagedCopy()
+        self._thread.submit(self._run, staged, begin, target, source, recorded, after)
+        return staged
 
     def close(self) -> None:
         """End the thread, after the copies that were submitted."""
         self._thread.shutdown()
 
-    def _submit(self, begin: Any, recorded: Any, work: Callable[[StagedCopy], Any]) -> StagedCopy:
-        """Hand a copy to the thread, and return its end."""
-        staged = StagedCopy()
-        self._thread.submit(self._run, staged, begin, recorded, work)
-        return staged
-
     # ---- on the thread
 
-    def _run(self, staged: StagedCopy, begin: Any, recorded: Any, work: Callable[[StagedCopy], Any]) -> None:
+    def _run(
+        self,
+        staged: StagedCopy,
+        begin: Any,
+        target: Tensor,
+        source: Tensor,
+        recorded: AbstractContextManager[None],
+        after: Any,
+    ) -> None:
         """Run one copy behind its event, and complete its end or fail it. Runs on the thread."""
+        nbytes = len(self._buffers[0])
+        pieces = zip(torch.split(target, nbytes), torch.split(source, nbytes), strict=True)
         try:
-            torch.accelerator.set_stream(self._stream)
             self._stream.wait_event(begin)
+            if after is not None:
+                after.synchronize()
             with torch.no_grad(), recorded:
-                queued = work(staged)
-            if not staged.queued.done():
-                staged.queued.set_result(queued)
+                (self._down if source.device == self._stream.device else self._up)(staged, pieces)
             staged.done.set_result(None)
         except BaseException as error:
             with contextlib.suppress(RuntimeError):  # of the device; every later wait for the device raises it
                 self._stream.synchronize()
             staged.fail(error)
 
-    def _up(self, target: Tensor, source: Tensor, after: Any) -> Any:
-        """Copy host memory to the device through the buffers; return an event of the last copy."""
-        if after is not None:
-            after.synchronize()
-        for there, here in self._pieces(target, source):
-            buffer = self._next_buffer(len(here))
-            if self._read[self._next] is not None:
-                self._read[self._next].synchronize()
+    def _up(self, staged: StagedCopy, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy pieces of host memory to the device through the buffers."""
+        for there, here in pieces:
+            turn = next(self._turns)
+            buffer = self._buffers[turn][: len(here)]
+            self._read[turn].synchronize()
             buffer.copy_(here)
             there.copy_(buffer, non_blocking=True)
-            self._read[self._next] = self._stream.record_event()
-        return self._stream.record_event()
+            self._read[turn] = self._stream.record_event()
+        staged.queued.set_result(self._stream.record_event())
 
-    def _down(self, staged: StagedCopy, target: Tensor, source: Tensor) -> Any:
-        """Copy device memory to the host through the buffers; return an event after which the device memory is free."""
+    def _down(self, staged: StagedCopy, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy pieces of device memory to the host through the buffers, one of which is filled while one is emptied."""
         under_way: collections.deque[tuple[Tensor, Tensor, Any]] = collections.deque()
-        for here, there in self._pieces(target, source):
+        for here, there in pieces:
             if len(under_way) == len(self._buffers):
                 _empty_buffer(*under_way.popleft())
-            buffer = self._next_buffer(len(there))
+            buffer = self._buffers[next(self._turns)][: len(there)]
             buffer.copy_(there, non_blocking=True)
             under_way.append((here, buffer, self._stream.record_event()))
-        queued = self._stream.record_event()
-        staged.queued.set_result(queued)
+        staged.queued.set_result(self._stream.record_event())
         for piece in under_way:
             _empty_buffer(*piece)
-        return queued
-
-    def _pieces(self, target: Tensor, source: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Cut a copy's target and source into pairs of chunks as long as a buffer."""
-        size = len(self._buffers[0])
-        starts = range(0, len(source), size)
-        return [(target[begin : begin + size], source[begin : begin + size]) for begin in starts]
-
-    def _next_buffer(self, nbytes: int) -> Tensor:
-        """Move on to the next buffer of the ring, and return its first nbytes."""
-        self._next = (self._next + 1) % len(self._buffers)
-        return self._buffers[self._next][:nbytes]
 
 
 def _empty_buffer(target: Tensor, buffer: Tensor, arrived: Any) -> None:

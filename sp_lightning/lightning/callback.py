@@ -71,8 +71,7 @@ class SuperpipelineCallback(Callback):
         log_every_n_steps: How often loggers get values; None uses the Trainer's own interval.
         timeline: A directory for ``trace.json`` (for https://ui.perfetto.dev) and its picture ``timeline.png``.
         timeline_steps: The training batches of this fit in the timeline, from 0. A shorter run shows its last ones.
-        plan: The plan of this run (`sp_lightning.plan`): its step and memory stand beside the measured ones, and an
-            "auto" ``window`` starts from its choice.
+        plan: The plan of this run (`sp_lightning.plan`): its step and memory stand beside the measured ones.
         progress: Whether to show anything on the terminal: values in the progress bar, the table and the report, and a
             bar while moving weights into host memory, loading or saving takes over a second.
         log_metrics: Whether loggers get the values above.
@@ -104,12 +103,11 @@ class SuperpipelineCallback(Callback):
         self._before: dict[str, int] = {}
         self._drawn: list[RecordedStep] = []  # the steps for the timeline, so far
         self._written = False
-        self._chosen: dict[str, int] = {}  # sizes that "auto" chose in the run being resumed
         self._handle: Handle | None = None  # the handle of the latest fit
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the handle and the report out of a copy; keep the sizes that "auto" chose, as a checkpoint does."""
-        return {**vars(self), "_handle": None, "_report": None, "_chosen": SuperpipelineCallback.state_dict(self)}
+        """Leave the handle and the report out of a copy."""
+        return {**vars(self), "_handle": None, "_report": None}
 
     # ---- hooks
 
@@ -131,12 +129,8 @@ class SuperpipelineCallback(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start recording if anything will read the record; set window sizes from a resumed run or a plan."""
+        """Start recording if anything will read the record."""
         self._handle = _handle(trainer)
-        if self._chosen:
-            self._handle.resume(self._chosen)
-        elif self.plan is not None:
-            self._handle.resume(self.plan.chosen, "as planned")
         bar = self._bar(trainer)
         self._drawn, self._written = [], False
         wanted = bool(self._loggers(trainer) or bar is not None or self.timeline is not None)
@@ -148,14 +142,6 @@ class SuperpipelineCallback(Callback):
         if bar is not None and self._report is not None:
             bar.get_metrics = _BarMetrics(bar, self._report)
             rank_zero_info(_table(self._report.table()))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sizes that "auto" chose; empty, and so not in the checkpoint, if it chose none."""
-        return self._chosen if self._handle is None else self._handle.chosen()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Store the sizes of the run being resumed until `on_fit_start`, because nothing streams yet."""
-        self._chosen = state_dict
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the counters of transfers before the step."""

@@ -110,9 +110,6 @@ class TrainerCheckpoints(Strategy):
                 raise HalfAppliedStepError(why)
             log.error("superpipeline: %s was not saved, since %s", os.fspath(filepath), why)
             return
-        ours = self._callback
-        if ours is not None and "callbacks" in checkpoint and (chosen := ours.state_dict()):
-            checkpoint["callbacks"][ours.state_key] = chosen  # after the run, the callback is not in the Trainer
         sizes: list[int] = []
         apply_to_collection(checkpoint, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
         what = f"superpipeline: saving {os.path.basename(os.fspath(filepath))}"

@@ -68,8 +68,7 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
     Args:
         window: Units on the device at a time, including those being copied there. An int >= 1, or "auto": grows after
             each step into the memory that it left free.
-        transfer: Units exchanged at a time, at most ``window``. An int >= 1, or "auto": 1, or that of a plan or of a
-            run that is resumed.
+        transfer: Units exchanged at a time, at most ``window``. An int >= 1, or "auto": 1.
         memory_budget: Device bytes for resident and streamed weights and gradients, such as "10GiB", which an "auto"
             window does not exceed. None uses all of the device's memory but a twentieth.
         resident: Units whose weights, gradients and optimizer state are on the device, where they are stepped: a

@@ -25,7 +25,6 @@ from ..host.machine import (
     host_memory,
     is_wsl2,
     lock_limit,
-    swapped_bytes,
     usable_cores,
 )
 from ..optim.compiled import why_none
@@ -39,7 +38,6 @@ DISK_TRIED = 256 << 20  # bytes written for a trial, and at most a quarter of th
 SLOW_DISK = 1e9  # bytes per second
 STATE_WRITTEN = 8  # bytes per parameter that a step with AdamW writes, if its state is on a disk
 ON_HOST = 16  # bytes per parameter for FP32 weights, gradients and AdamW's state
-MUCH_SWAP = 0.05  # share of the host's memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,6 @@ class Facts:
     torch_version: str
     torch_accelerator: str | None  # the kind for which torch was built: "cuda" or "hip"
     host: HostMemory
-    swapped_nbytes: int
     wsl2: bool  # Linux inside Windows
     pin_tried_nbytes: int
     pinned_nbytes: int | None  # how much of it could be page-locked; None if nothing is page-locked
@@ -105,7 +102,6 @@ def examine(device: str | None = None, folders: Sequence[str] = (".",)) -> Facts
         torch_version=torch.__version__,
         torch_accelerator=build,
         host=host,
-        swapped_nbytes=swapped_bytes(),
         wsl2=is_wsl2(),
         pin_tried_nbytes=tried,
         pinned_nbytes=_lockable(chosen, tried),
@@ -156,7 +152,7 @@ def _device_findings(facts: Facts) -> Iterator[Finding]:
 
 
 def _memory_findings(facts: Facts) -> Iterator[Finding]:
-    """Yield problems of host memory: page locks, limits, too little of it, swap, Windows."""
+    """Yield problems of host memory: page locks, limits, too little of it, Windows."""
     host = facts.host
     if facts.pinned_nbytes is not None and facts.pinned_nbytes < facts.pin_tried_nbytes:
         limit = "unlimited" if facts.lock_limit_nbytes is None else format_bytes(facts.lock_limit_nbytes)
@@ -178,12 +174,6 @@ def _memory_findings(facts: Facts) -> Iterator[Finding]:
             f"{format_bytes(host.free)} of host memory are free for a device of {format_bytes(facts.device_nbytes)}, "
             f"and each parameter takes {ON_HOST} bytes with AdamW: add memory, let disk= have the optimizer's state, "
             "or train adapters, which takes 2.",
-        )
-    if facts.swapped_nbytes > MUCH_SWAP * host.total:
-        yield Finding(
-            "swap",
-            f"{format_bytes(facts.swapped_nbytes)} of memory are swapped out, and weights there come back page by "
-            "page: end other programs, or run swapoff -a.",
         )
     if facts.wsl2:
         yield Finding(

@@ -38,9 +38,6 @@ class Planned(Protocol):
     """The part of a plan that a report shows beside measured values."""
 
     @property
-    def chosen(self) -> dict[str, int]: ...  # sizes to start from, for `Handle.resume`
-
-    @property
     def window(self) -> int: ...
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import torch
 
@@ -36,8 +35,17 @@ def stats_of(units: Sequence[Unit], window: Window, device: Device, pending: str
     weights = [weight for unit in units for weight in unit.weights if weight.place is None]
     on_host = sum(weight.value.untyped_storage().nbytes() for weight in weights)
     wires = sum(weight.wire.nbytes for weight in weights if weight.is_narrow)
-    figures = {
-        **device.counters.snapshot(),
+    counters = device.counters
+    return {
+        "fetches": counters.fetches,
+        "bytes_up": counters.nbytes["up"],
+        "bytes_down": counters.nbytes["down"],
+        "disk_read": counters.nbytes["disk in"],
+        "disk_written": counters.nbytes["disk out"],
+        "evictions": counters.evictions,
+        "stepped_ahead": counters.stepped_ahead,
+        "held_steps": counters.held_steps,
+        "surprises": counters.surprises,
         "pending_step": pending,
         "compiled_step": variant_in_use(),
         "window": window.room.window,
@@ -48,11 +56,9 @@ def stats_of(units: Sequence[Unit], window: Window, device: Device, pending: str
         "resident_bytes": resident + window.loaded_nbytes,
         "window_bytes": resident + kept + sum(largest) + 2 * max((unit.down_nbytes for unit in streamed), default=0),
         "device_peak": device.memory_peak(),
-        "host_bytes": on_host + wires + gradients,
         "host_weight_bytes": on_host + wires,
         "host_gradient_bytes": gradients,
     }
-    return cast(Stats, figures)
 
 
 @contextlib.contextmanager
@@ -64,7 +70,7 @@ def explaining(window: Window, policy: Activations, device: Device) -> Iterator[
         raise
     except torch.OutOfMemoryError as error:
         message = _what_fills(window, policy, device)
-        window.room.ran_out()
+        window.room.shrink(window.room.window // 2, "the device had no memory for the model's own code")
         raise DeviceMemoryError(f"{error}\n{message}") from error
     except Unsupported as error:
         raise UnsupportedError(

@@ -118,7 +118,7 @@ class OnDevice:
         """Queue copies to the device of tensors that are on the host; return the others as they are."""
         there = [tensor.to(self._device.torch_device, non_blocking=True) for tensor in tensors]
         went = [tensor.nbytes for tensor, new in zip(tensors, there, strict=True) if new is not tensor]
-        self._device.counters.bytes_up += sum(went)
+        self._device.counters.nbytes["up"] += sum(went)
         return there
 
     def down(self, stepped: list[tuple[Tensor, Tensor]]) -> None:
@@ -130,7 +130,7 @@ class OnDevice:
                 self._numbers.append((home, new))
                 continue
             home.copy_(new.to(home.dtype), non_blocking=True)
-            self._device.counters.bytes_down += home.nbytes if home.device.type == "cpu" else 0
+            self._device.counters.nbytes["down"] += home.nbytes if home.device.type == "cpu" else 0
 
     def new_state(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Make an empty tensor of optimizer state where ``like`` is."""

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..compat.torch import without_dispatch
 from ..errors import UnsupportedError
-from ..host.device import NOT_RECORDED, Device
+from ..host.device import Device
 from ..store.store import Store
 from ..stream.gradients import recover
 from ..stream.host_gradient import GradientBytes, HostGradient
@@ -447,9 +447,7 @@ class Steps:
         if outcome.error is not None:
             return
         before = [weight.value._version for weight in whose]
-        listener = self._counters.listener
-        recorded = NOT_RECORDED if listener is None else listener.work("optimizer", unit.name, "step")
-        with torch.no_grad(), without_dispatch(), recorded:
+        with torch.no_grad(), without_dispatch(), self._counters.record("optimizer", unit.name, "step"):
             try:
                 unit.wait_copy()
                 step()

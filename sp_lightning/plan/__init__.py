@@ -110,5 +110,4 @@ def _machine(given: Machine | str, device: torch.device | str | None, precision:
         return machine_named(given), target or "cuda"
     found = find(None if device is None else str(device))
     dtype = torch.float32 if precision.startswith("32") else torch.bfloat16
-    rates = measured(found, dtype, REACHED.down_cost)
-    return Machine(name="here", **rates._asdict()), target or found.type
+    return Machine(name="here", **measured(found, dtype, REACHED.down_cost)), target or found.type

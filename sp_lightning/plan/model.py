@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dtensor
+from ..compat.torch import tree_leaves
 from ..errors import OptionError, SuperpipelineError, UnsupportedError
 from ..host.device import aligned
 from ..stream.leaf import casts_of
@@ -25,7 +27,6 @@ from ..stream.partition import FoundUnit, UnitSpec, partition
 from ..stream.preparation import choose_residents, sizes, slots
 from ..stream.recompute import tensors_in
 from .fakes import FakeTensors
-from .host import state_share
 from .trace import Setting, Trace, Visit
 
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
@@ -63,7 +64,7 @@ class PlannedModel:
         self.module.train(self.trains)
         self.trace = functools.cache(self._trace)
         with self.tensors.running(), refusing("the optimizer takes no step without data", "optimizer='AdamW'"):
-            self.state_share = state_share(optimizer, self.module)
+            self.state_share = _state_share(optimizer, self.module)
 
     # ---- making
 
@@ -213,6 +214,51 @@ def _in_a_line(error: Exception) -> str:
     own = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
     places = [f"{frame.filename}:{frame.lineno}" for frame in own if "site-packages" not in frame.filename]
     return ": ".join([*places[-1:], type(error).__name__, *str(error).splitlines()[:1]])
+
+
+# ---- the optimizer's state
+
+
+def _state_share(optimizer: Any, module: nn.Module) -> float:
+    """Return an optimizer's bytes of state for each byte of trained weights, by stepping one weight of each shape.
+
+    Args:
+        optimizer: A name, a class, a function of parameters, or None for the module's own, or else AdamW.
+        module: The module.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if not trained:
+        return 0.0
+    if optimizer is None and hasattr(module, "configure_optimizers"):
+        made = module.configure_optimizers()  # type: ignore[operator]
+    else:
+        made = (_kind(optimizer or "AdamW") if optimizer is None or isinstance(optimizer, str) else optimizer)(trained)
+    optimizers = [one for one in tree_leaves(made) if isinstance(one, Optimizer)]
+    return sum(map(_state_nbytes, optimizers)) / sum(p.nbytes for p in trained)
+
+
+def _kind(name: str) -> Any:
+    """Return the class of ``torch.optim`` with this name, in upper or lower case."""
+    kinds = {key: kind for key, kind in vars(torch.optim).items() if isinstance(kind, type) and kind is not Optimizer}
+    found = next((kind for key, kind in kinds.items() if key.lower() == name.lower()), None)
+    if found is None:
+        allowed = f"one of {', '.join(kinds)}; or a class or a function of parameters"
+        raise OptionError(argument="optimizer", found=name, allowed=allowed)
+    return found
+
+
+def _state_nbytes(optimizer: Optimizer) -> int:
+    """Return the bytes of an optimizer's state, by stepping one weight of each shape. Replaces its parameters."""
+    stepped: list[tuple[nn.Parameter, int]] = []
+    for group in optimizer.param_groups:
+        alike = Counter((p.shape, p.dtype) for p in group["params"] if p.requires_grad)
+        group["params"] = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in alike]
+        stepped += zip(group["params"], alike.values(), strict=True)
+    for weight, _ in stepped:
+        weight.grad = torch.empty_like(weight)
+    type(optimizer).step(optimizer)
+    states = [(value, count) for weight, count in stepped for value in optimizer.state[weight].values()]
+    return sum(count * value.nbytes for value, count in states if isinstance(value, Tensor) and value.dim())
 
 
 # ---- of many blocks that are alike three run; the middle one's visits stand for those of all others

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ..host.machine import headroom
 from ..options import Options, format_bytes, format_seconds
-from .host import OnDisk
 from .machines import Machine
-from .step import WINDOW, StepTime
+from .step import GRADIENTS, ROOT, WINDOW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +32,10 @@ class Job:
         nbytes = self.machine.host_nbytes
         return int(min(nbytes - headroom(nbytes), self.options.host_limit))
 
-    def with_options(self, **changes: Any) -> Job:
-        """Return this job with other options of the strategy."""
-        return replace(self, options=replace(self.options, **changes))
+    def changed(self, **changes: Any) -> Job:
+        """Return this job with other arguments, or other options of the strategy, by name."""
+        options = {one.name: changes.pop(one.name) for one in fields(Options) if one.name in changes}
+        return replace(self, options=replace(self.options, **options), **changes)
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,9 @@ class Plan:
     units: tuple[str, ...]  # names of the units that stream
     device_terms: dict[str, int]
     host_terms: dict[str, int]
-    disk: OnDisk
-    bytes_up: int  # bytes of weights that a step after the first loads
-    fits_device: bool
-    time: StepTime
+    disk: dict[str, int]  # bytes in files, and what a step reads and writes of them
+    step_s: float
+    lanes: dict[str, float]  # seconds for which each lane is busy in a step
     changes: tuple[Change, ...] = ()
     tried: tuple[str, ...] = ()  # all changes that were planned, useful or not
 
@@ -87,6 +86,13 @@ class Plan:
         return sum(self.host_terms.values())
 
     @property
+    def fits_device(self) -> bool:
+        """Whether the device has room for all terms, and ``memory_budget`` for weights and gradients."""
+        budget = self.job.options.memory_budget
+        weights = sum(self.device_terms.get(name, 0) for name in (WINDOW, ROOT, GRADIENTS))
+        return self.device_nbytes <= self.job.machine.device_nbytes and (budget is None or weights <= budget)
+
+    @property
     def fits_host(self) -> bool:
         """Whether the host has room."""
         return self.host_nbytes <= self.job.host_available
@@ -97,15 +103,9 @@ class Plan:
         return self.fits_device and self.fits_host
 
     @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return self.time.seconds
-
-    @property
-    def chosen(self) -> dict[str, int]:
-        """Sizes for `Handle.resume`, from which a run with automatic sizes starts."""
-        others = self.device_nbytes - self.device_terms.get(WINDOW, 0) - self.device_terms.get("reserve", 0)
-        return {"window": self.window, "transfer": self.transfer, "others_nbytes": others}
+    def bound_by(self) -> str:
+        """The lane that is busiest in a step."""
+        return max(self.lanes, key=self.lanes.__getitem__)
 
     def speed(self, tokens: int | None = None) -> dict[str, float]:
         """Return the rows per second of all devices and, with ``tokens`` in a row, the tokens per second."""
@@ -114,7 +114,7 @@ class Plan:
 
     def to_dict(self, tokens: int | None = None) -> dict[str, Any]:
         """Return the plan as a dict of plain values; with ``tokens`` in a row, its speed has tokens per second."""
-        computed = "device_nbytes", "host_nbytes", "fits_host", "fits", "step_s"
+        computed = "device_nbytes", "host_nbytes", "fits_device", "fits_host", "fits", "bound_by"
         return asdict(self) | {name: getattr(self, name) for name in computed} | {"speed": self.speed(tokens)}
 
     def __str__(self) -> str:
@@ -136,13 +136,13 @@ class Plan:
             f"{self.transfer}: {format_bytes(self.device_nbytes)} of {format_bytes(job.machine.device_nbytes)} on the "
             f"device, {format_bytes(self.host_nbytes)} of {format_bytes(job.host_available)} on the host: {fits}",
         ]
-        disk = asdict(self.disk) if self.disk.there else {}
+        disk = self.disk if self.disk["there"] else {}
         for title, terms in (("Device", self.device_terms), ("Host", self.host_terms), ("Disk, in a step", disk)):
             shown = [f"  {name:24}{format_bytes(nbytes):>12}" for name, nbytes in terms.items()]
             lines += ["", f"{title}:", *shown] if shown else []
-        busy = ", ".join(f"{lane} {format_seconds(seconds)}" for lane, seconds in self.time.lanes.items() if seconds)
+        busy = ", ".join(f"{lane} {format_seconds(seconds)}" for lane, seconds in self.lanes.items() if seconds)
         speed = ", ".join(f"{value:.3g} {name.split('_')[0]}" for name, value in self.speed(tokens).items())
-        lines += ["", f"A step takes {format_seconds(self.step_s)}, bound by {self.time.bound_by} (busy: {busy})"]
+        lines += ["", f"A step takes {format_seconds(self.step_s)}, bound by {self.bound_by} (busy: {busy})"]
         lines += [f"Speed{'' if self.fits else ', if it fitted'}: {speed} a second"]
         title = "Change:" if self.fits else "Would fit:"
         nothing = f"Nothing {'faster' if self.fits else 'that fits'} was found among: {'; '.join(self.tried)}"

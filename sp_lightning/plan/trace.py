@@ -52,14 +52,13 @@ class Work:
     read: float = 0.0  # bytes of the disk
     written: float = 0.0
     sent: float = 0.0  # bytes that each host sends the others
-    trained: float = 0.0  # parameters that a step changes
-    cast: float = 0.0  # trained parameters that are FP32 on the host and travel in half precision
+    cores: float = 0.0  # bytes of host memory that the cores move
 
-    def plus(self, other: Work) -> Work:
+    def __add__(self, other: Work) -> Work:
         """Return the sum of this work and another's, lane by lane."""
         return Work(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Work)})
 
-    def times(self, count: int) -> Work:
+    def __mul__(self, count: int) -> Work:
         """Return this work, multiplied by a count."""
         return Work(**{one.name: count * getattr(self, one.name) for one in fields(Work)})
 

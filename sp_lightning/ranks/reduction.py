@@ -24,7 +24,7 @@ from torch import Tensor
 from ..compat.tensors import local_of
 from ..compat.torch import without_dispatch
 from ..errors import UnsupportedError
-from ..host.device import NOT_RECORDED, Device, Ring, aligned
+from ..host.device import Device, Ring, aligned
 from ..stream.gradients import Backward, Gradients, Stepper, norms_by_type
 from ..stream.host_gradient import DeviceGradientBytes, GradientBytes, HostGradient
 from ..stream.lazy import grad_of, set_data, set_grad
@@ -307,9 +307,7 @@ class SharedGradients(Gradients):
         means.drop_edits()  # of the last means, by the user
         target = means.truth[first : min(first + message.size, message.nbytes)]
         self._device.down.wait_event(self._stream.record_event())
-        counters, listener = self._device.counters, self._device.counters.listener
-        counters.bytes_down += target.nbytes
-        recorded = NOT_RECORDED if listener is None else listener.work("down", unit.name, "gradients", target.nbytes)
+        recorded = self._device.counters.record("down", unit.name, "gradients", target.nbytes)
         arrived = self._device.send_down(target, part[: target.nbytes], recorded)
         self._sums.hold(part, [arrived], self._stream)
         everywhere = Everywhere(self._team.board.follow(Stage.ARRIVED, unit.index, 1, place, arrived.synchronize))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..host.device import NOT_RECORDED, Arrival, Device
+from ..host.device import Arrival, Device
 from ..host.staging import StagedCopy
 from ..host.telemetry import Counters
 from .direct import BLOCK, DirectFile, FileRange, blocks
@@ -148,8 +148,7 @@ class Pipeline:
             name: The unit's name, for the recorder.
         """
         fill, begin = FileFill(self._counters), self._device.up.record_event()
-        self._counters.disk_read += sum(piece.nbytes for piece in pieces)
-        timed = [self._recorded("disk in", name, "weights", piece.nbytes) for piece in pieces]
+        timed = [self._counters.record("disk in", name, "weights", piece.nbytes) for piece in pieces]
 
         def work() -> None:
             """Read each piece into a buffer, and copy it to the device. Runs on the reader's thread."""
@@ -200,7 +199,7 @@ class Pipeline:
     ) -> StagedCopy:
         """Start to write device memory to a range of a file, behind what the down stream has queued; return the end."""
         copied, begin = StagedCopy(), self._device.down.record_event()
-        self._counters.disk_written += there.nbytes
+        self._counters.nbytes["disk out"] += there.nbytes
 
         def work() -> None:
             """Copy device memory to a buffer while another is written. Runs on the writer's thread."""
@@ -234,11 +233,6 @@ class Pipeline:
 
         self._writer.submit(work)
         return copied
-
-    def _recorded(self, *work: Any) -> AbstractContextManager[None]:
-        """Return the recorder's context for some work; an empty one while nothing is recorded."""
-        listener = self._counters.listener
-        return NOT_RECORDED if listener is None else listener.work(*work)
 
     # ---- windows
 
@@ -279,9 +273,8 @@ class Pipeline:
         buffer = self._take_buffer()
         try:
             for file, offset, nbytes, at in ranges:
-                with self._recorded("disk in", "", "state", nbytes):
+                with self._counters.record("disk in", "", "state", nbytes):
                     file.read(buffer.memory[at:], offset, nbytes)
-                self._counters.disk_read += nbytes
         except BaseException:
             self._free.put((buffer, None))
             raise
@@ -291,8 +284,7 @@ class Pipeline:
         """Write a buffer to ranges of a file, and free the buffer. Runs on the writer's thread."""
         try:
             for file, offset, nbytes, at in ranges:
-                with self._recorded("disk out", "", "state", nbytes):
+                with self._counters.record("disk out", "", "state", nbytes):
                     file.write(buffer.memory[at:], offset, blocks(nbytes))
-                self._counters.disk_written += nbytes
         finally:
             self._free.put((buffer, None))

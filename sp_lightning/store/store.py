@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..errors import HostMemoryError, OptionError
-from ..host import malloc
 from ..host.device import Arrival, Device
 from ..host.machine import headroom, host_memory
+from ..host.memory import SMALL_THRESHOLD, USUAL_THRESHOLD, map_blocks_from
 from ..options import format_bytes
 from .direct import BLOCK, DirectFile, FileRange, blocks
 from .pipeline import BUFFERS, FileFill, Pipeline, buffer_nbytes, pieces_of
@@ -154,7 +154,7 @@ class Store:
             wide = sum(param.nbytes for param in moving if wire_of(param) is not param.dtype)  # gradients that are read
             ends = TENSORS * BLOCK * sum(map(len, units))  # for the unused ends of tensors' last blocks
             self._scratch = scratch_in(self._disk, placement.disk + wide + ends)
-        malloc.map_large_blocks()  # otherwise freed memory would stay with the process, beyond the budget
+        map_blocks_from(SMALL_THRESHOLD)  # otherwise freed memory would stay with the process, beyond the budget
         self._pipeline = Pipeline(self._device, nbytes)
         log.info(
             "superpipeline: %s of frozen weights stay in their files, and %s go to the disk; %s are in host memory, of"
@@ -290,7 +290,7 @@ class Store:
         ended, self._pipeline = self._pipeline, None
         if ended is not None:
             ended.close()
-            malloc.restore_thresholds()
+            map_blocks_from(USUAL_THRESHOLD)
         for file in self._files.values():
             file.close()
         self._files.clear()

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import CheckpointError
 
 from ..compat.dynamo import never_compiled_hook
 from ..compat.tensors import consists_of_tensors, flattened
-from ..compat.torch import admits_hooks, storage_id, top_hooks
-from ..errors import ExactnessError, UnsupportedError
+from ..compat.torch import storage_id, top_hooks
+from ..errors import ExactnessError
 from ..host.device import Arrival, Device, Ring, dense_strides
 from .leaf import NO_CONTEXT, Weight, stepped_already, written_between
 from .recompute import Recompute
@@ -32,10 +32,11 @@ SMALLEST = 1 << 10  # bytes; less is not worth a copy
 UNPACK: Callable[[Any], Tensor] = operator.methodcaller("get")  # `get` of the object that `pack` returned
 
 
-def written_error(version: int, expected: int, shape: torch.Size) -> RuntimeError:
-    """Make torch's own error for a saved tensor that was written in place before backward."""
+def written_error(tensor: Tensor, expected: int, shape: torch.Size) -> RuntimeError:
+    """Make torch's own error for a saved tensor, of this shape, that was written in place before backward."""
     return RuntimeError(
-        f"{WRITTEN}: a tensor of shape {list(shape)} is at version {version}; expected version {expected} instead"
+        f"{WRITTEN}: a tensor of shape {list(shape)} is at version {tensor._version}; expected version {expected}"
+        " instead"
     )
 
 
@@ -50,8 +51,8 @@ class Kept:
     @never_compiled_hook
     def get(self) -> Tensor:
         """Return the tensor; raise torch's own error if it was written in place since."""
-        if (version := self.tensor._version) != self.version:
-            raise written_error(version, self.version, self.tensor.shape)
+        if self.tensor._version != self.version:
+            raise written_error(self.tensor, self.version, self.tensor.shape)
         return self.tensor
 
 
@@ -72,12 +73,12 @@ class SavedWeight:
         if self.weight.is_stepped_early and (unit.is_past_step or not unit.is_final):
             raise stepped_already(self.weight.name)
         dtype, shape, stride, offset = self.place
-        version = self.weight.there._version
-        if (version, self.weight.edits) != (self.version, self.edits):
+        there = self.weight.there
+        if (there._version, self.weight.edits) != (self.version, self.edits):
             if self.weight.is_lent and not unit.is_final:
                 raise written_between(self.weight.name)
-            if version != self.version:
-                raise written_error(version, self.version, shape)
+            if there._version != self.version:
+                raise written_error(there, self.version, shape)
         memory: Tensor = unit.memory.flat
         return memory.view(dtype).as_strided(shape, stride, offset)
 
@@ -185,10 +186,8 @@ class Moved:
         self._there: Tensor | None = None
         device.down.wait_event(here.record_event())
         flat = self._source.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        listener = device.counters.listener
-        recorded = NO_CONTEXT if listener is None else listener.work("down", "", "activations", flat.nbytes)
+        recorded = device.counters.record("down", "", "activations", flat.nbytes)
         self.went_down = device.send_down(self._here, flat, recorded)
-        device.counters.bytes_offloaded += flat.nbytes
 
     def release_source(self) -> Tensor:
         """Drop the reference to the tensor on the device and return it; note whether the forward wrote to it."""
@@ -202,10 +201,8 @@ class Moved:
         assert self._here is not None
         device, there = self._device, self._device.empty(self._here.nbytes)
         device.after_compute(device.up)
-        listener = device.counters.listener
-        recorded = NO_CONTEXT if listener is None else listener.work("up", "", "activations", there.nbytes)
+        recorded = device.counters.record("up", "", "activations", there.nbytes)
         arrival = device.send_up(there, self._here, self.went_down, recorded)
-        device.counters.bytes_brought_back += there.nbytes
         self._there, self._here = there, None
         return there, arrival
 
@@ -213,8 +210,8 @@ class Moved:
     def get(self) -> Tensor:
         """Fetch the unit's saved tensors, and return this one; raise torch's own error if it was written in place."""
         if self._source is not None:  # the forward is under way, and a backward inside of it
-            if (version := self._source._version) != self._version:
-                raise written_error(version, self._version, self._source.shape)
+            if self._source._version != self._version:
+                raise written_error(self._source, self._version, self._source.shape)
             return self._source
         if self._was_written:
             raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self._form[0])}")
@@ -226,20 +223,16 @@ class Moved:
 
 
 class Handed:
-    """A saved tensor that outer hooks packed, such as a checkpoint's; writes by the unit's forward are noted here."""
+    """A saved tensor that outer hooks packed, such as a checkpoint's."""
 
-    __slots__ = ("form", "packed", "policy", "source", "unpack", "version", "was_written")
+    __slots__ = ("packed", "policy", "unpack")
 
     def __init__(self, tensor: Tensor, hooks: Any, policy: Activations) -> None:
         self.packed, self.unpack, self.policy = hooks[0](tensor), hooks[1], policy
-        self.source: Tensor | None = tensor.detach()  # until the forward is over
-        self.form, self.version, self.was_written = tensor.shape, tensor._version, False
 
     @never_compiled_hook
     def get(self) -> Tensor:
-        """Unpack the tensor by the outer hooks; raise if the unit's forward wrote to it."""
-        if self.was_written:
-            raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self.form)}")
+        """Unpack the tensor by the outer hooks; if a second run of a unit's forward differed, name the unit."""
         try:
             return self.unpack(self.packed)  # type: ignore[no-any-return]
         except CheckpointError as error:
@@ -254,16 +247,14 @@ class Handed:
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """The saved-tensor hooks under which a unit runs: weights become references, the rest follows the policy."""
 
-    outer: Any = None  # hooks of other code, which get all tensors but weights
-    _trip: Trip | None = None
+    unpack_hook = staticmethod(UNPACK)
 
-    def __init__(self, policy: Activations) -> None:
-        self._policy = policy
-        self._handed: list[Handed] = []
-        super().__init__(self.pack, UNPACK)
+    def __init__(self, policy: Activations, outer: Any = None, trip: Trip | None = None) -> None:
+        self._policy, self._trip = policy, trip
+        self.outer = outer  # hooks of other code, which get all tensors but weights
 
     @never_compiled_hook
-    def pack(self, tensor: Tensor) -> Any:
+    def pack_hook(self, tensor: Tensor) -> Any:
         """Pack a saved tensor: a weight as a reference, another by outer hooks, on the host, or as it is."""
         if type(tensor) is not Tensor and consists_of_tensors(tensor):
             return self._pack_whole(tensor)
@@ -276,8 +267,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                     self._policy.device.keep_for(memory.flat, here)
                 return SavedWeight(tensor, weight)
         if self.outer is not None:
-            self._handed.append(Handed(tensor, self.outer, self._policy))
-            return self._handed[-1]
+            return Handed(tensor, self.outer, self._policy)
         if self._trip is not None and self._policy.moves(tensor):
             return self._trip.add(tensor)
         return Kept(tensor)
@@ -287,23 +277,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         form, parts = flattened(tensor)
         if not any(storage_id(part.untyped_storage()) in shown for _, part in parts):
             return Kept(tensor)
-        return SavedWhole(form, [self.pack(part) for _, part in parts], self._policy.device.torch_device)
-
-
-class SavedElsewhere(SavedTensors):
-    """Saved-tensor hooks for one call whose other tensors go to outer hooks, or to the host by a trip."""
-
-    def __init__(self, policy: Activations, outer: Any, trip: Trip | None = None) -> None:
-        super().__init__(policy)
-        self.outer, self._trip = outer, trip
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        del self.pack_hook  # a reference cycle: it would live until a garbage collection
-        for handed in self._handed:
-            if handed.source is not None:
-                handed.was_written, handed.source = handed.source._version != handed.version, None
-        self._handed.clear()
+        return SavedWhole(form, [self.pack_hook(part) for _, part in parts], self._policy.device.torch_device)
 
 
 class Activations:
@@ -321,15 +295,10 @@ class Activations:
         """Return the hooks to enter while weights are used; an empty context if ours are active or grad mode is off."""
         if not torch.is_grad_enabled():
             return NO_CONTEXT
-        if not admits_hooks():
-            raise UnsupportedError(
-                "saved-tensor hooks are disabled around a streamed module (by disable_saved_tensors_hooks, or by a"
-                " transform of torch.func), but bring its weights back for backward: call it outside of that context"
-            )
         top = top_hooks(False)
         if top is None:
             return self._hooks
-        return NO_CONTEXT if isinstance(getattr(top[0], "__self__", None), SavedTensors) else SavedElsewhere(self, top)
+        return NO_CONTEXT if isinstance(getattr(top[0], "__self__", None), SavedTensors) else SavedTensors(self, top)
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether a saved tensor is offloaded: it is on the device, large enough, and has no gaps or overlaps."""
@@ -356,9 +325,13 @@ class Activations:
             return recompute.run(call, args, kwargs, Kept, self)
         trip = Trip(self.device, self._last)
         self._last = weakref.ref(trip)
-        hooks = SavedElsewhere(self, None, trip)
+        hooks = SavedTensors(self, trip=trip)
         try:
             with hooks:
-                return recompute.run(call, args, kwargs, hooks.pack, self) if self.recomputes else call(*args, **kwargs)
+                return (
+                    recompute.run(call, args, kwargs, hooks.pack_hook, self)
+                    if self.recomputes
+                    else call(*args, **kwargs)
+                )
         finally:
             trip.close(self.ring)

@@ -27,7 +27,7 @@ from ..compat.torch import (
     without_dispatch,
 )
 from ..errors import UnsupportedError
-from ..host.device import NOT_RECORDED, Device, Ring, aligned
+from ..host.device import Device, Ring, aligned
 from ..host.room import Room
 from .host_gradient import DeviceGradientBytes, GradientBytes, HostGradient
 from .lazy import grad_of, set_grad
@@ -55,7 +55,7 @@ def recover() -> None:
 
     Does nothing inside a backward. A backward that another thread called may be under way, and is left alone.
     """
-    if graph_task() != -1:
+    if not backwards or graph_task() != -1:
         return
     here = threading.get_ident()
     for key, backward in list(backwards.items()):
@@ -249,10 +249,8 @@ class Gradients:
             views.append(torch.empty(0, dtype=grad.dtype, device=alone.device).set_(alone, 0, shape, stride))
         copy_all(packed, [grad for _, grad in dense])
         self._device.down.wait_event(stream.record_event())
-        counters, listener = self._device.counters, self._device.counters.listener
-        recorded = NOT_RECORDED if listener is None else listener.work("down", unit.name, "gradients", sum(nbytes))
+        recorded = self._device.counters.record("down", unit.name, "gradients", sum(nbytes))
         arrived = host.send_down(here, there, recorded)
-        counters.bytes_down += sum(nbytes)
         self.ring.hold(there, [arrived], stream)
         return views, arrived
 

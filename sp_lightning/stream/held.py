@@ -55,7 +55,7 @@ class ResidentUnit(Unit):
     def load(self, here: Any) -> None:
         """Copy the weights up, and drop the host's bytes."""
         self.memory.allocate(here)
-        self.device.counters.bytes_up += self.nbytes
+        self.device.counters.nbytes["up"] += self.nbytes
         with without_dispatch(), torch.no_grad(), torch.inference_mode(False):
             for weight, source in zip(self.weights, self.sources, strict=True):
                 self._on_device(weight).copy_(source)

@@ -7,12 +7,11 @@ other function gets the true gradient in host memory.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Executor, Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +22,19 @@ from ..host.device import Arrival, Device
 from .lazy import (
     ARRAYS,
     METADATA,
+    Copies,
     Lazy,
     compiles_own_step,
     data_of,
     found_in,
     grad_of,
     has_others,
+    replaced,
     set_data,
     set_grad,
     shares_bytes,
 )
-from .leaf import Weight, version_of
+from .leaf import Weight
 
 ADDED = 1 << 20  # elements that are added at a time: their copies in a wider type stay in the cores' caches
 # Functions that give access to a gradient's bytes by other objects than tensors.
@@ -251,85 +252,37 @@ class HostGradient(Lazy, Tensor):
             answer = DEFERRED[func](*args, **(kwargs or {}))
             if answer is not NotImplemented:
                 return answer
-        moved: list[BroughtDown] = []
-        args, kwargs = _on_host(args, moved), _on_host(kwargs or {}, moved)
-        return _keep_writes(super().__torch_function__(func, types, args, kwargs), moved)
+        copies = Copies()  # gradients are on the host, and so are copies of other tensors that a function gets
+        bring = lambda one: one if one.device.type == "cpu" else copies.add(one, one.detach().to("cpu"))  # noqa: E731
+        args, kwargs = replaced((args, kwargs or {}), Tensor, bring)
+        return copies.keep_writes(super().__torch_function__(func, types, args, kwargs))
 
     def plain(self) -> Tensor:
         """Wait for the true gradient, and return it as a plain tensor over the same bytes."""
-        self.before()
-        if (content := getattr(self, "content", None)) is not None:
-            content.is_exposed = True
-        with without_dispatch():
-            return self.as_subclass(Tensor)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self)] = copy.deepcopy(self.plain(), memo)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        self.content.is_exposed = True
+        return super().plain()
 
     @property
     def is_unread(self) -> bool:
         """Whether no step reads the bytes, and the user has no view of them."""
-        content = getattr(self, "content", None)
-        return content is not None and content.step is None and not content.is_exposed
+        return self.content.step is None and not self.content.is_exposed
 
     def before(self) -> None:
         """Wait for the true gradient in host memory; raise if its weight was stepped beside backward."""
-        if (content := getattr(self, "content", None)) is not None:
-            if content.is_stepped_early:
-                raise ExactnessError(
-                    f"the gradient of {content.weight.name} was read or changed between backward and optimizer.step(),"
-                    " but the weight was stepped beside backward: set optimizer_overlap=False"
-                )
-            content.wait_true()
+        if self.content.is_stepped_early:
+            raise ExactnessError(
+                f"the gradient of {self.content.weight.name} was read or changed between backward and optimizer.step(),"
+                " but the weight was stepped beside backward: set optimizer_overlap=False"
+            )
+        self.content.wait_true()
 
     def after(self, func: Any, result: Any) -> None:
         """Note that the user may have a view of the bytes, if the result shares them or autograd saved them."""
-        if (content := getattr(self, "content", None)) is not None and not content.is_exposed:
+        if not self.content.is_exposed:
             others = [tensor for tensor in found_in(result, Tensor) if tensor is not self]
-            content.is_exposed = func in EXPOSING or any(
-                tensor.requires_grad or shares_bytes(tensor, content.full) for tensor in others
+            self.content.is_exposed = func in EXPOSING or any(
+                tensor.requires_grad or shares_bytes(tensor, self.content.full) for tensor in others
             )
-
-
-class BroughtDown(NamedTuple):
-    """A tensor on a device, and the host copy that a function of gradients gets in its place."""
-
-    there: Tensor
-    here: Tensor
-    version: int  # of the host copy before the function ran
-
-
-def _on_host(value: Any, moved: list[BroughtDown]) -> Any:
-    """Replace device tensors among arguments by host copies, as gradients are on the host; list them in `moved`."""
-    if isinstance(value, Tensor):
-        if value.device.type == "cpu":
-            return value
-        if isinstance(value, Lazy):
-            value.before()
-        with without_dispatch():
-            here = value.to("cpu")
-        moved.append(BroughtDown(value, here, version_of(here)))
-        return here
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on_host(item, moved) for item in value)
-    if isinstance(value, dict):
-        return {key: _on_host(item, moved) for key, item in value.items()}
-    return value
-
-
-def _keep_writes(answer: Any, moved: list[BroughtDown]) -> Any:
-    """Copy a function's writes to host copies back to the device; return a device tensor if its copy is the answer."""
-    for there, here, version in moved:
-        if version_of(here) != version:
-            with torch.no_grad(), without_dispatch():
-                there.copy_(here)
-        if answer is here:
-            answer = there
-    return answer
 
 
 # ---- functions of gradients that need no bytes on the host; NotImplemented: wait for them, and run torch's own
@@ -340,7 +293,7 @@ def _norm(func: Callable[..., Tensor]) -> Callable[..., Any]:
 
     def answer(gradient: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the norm on the device; NotImplemented for other arguments."""
-        if not hasattr(gradient, "content") or kwargs or len(args) > 1:
+        if not isinstance(gradient, HostGradient) or kwargs or len(args) > 1:
             return NotImplemented
         return gradient.content.find_norm(lambda there: func(there, *args), False).as_subclass(Norm)
 
@@ -358,7 +311,7 @@ def _vector_norm(gradient: Any, ord: Any = 2, *rest: Any, **kwargs: Any) -> Any:
 
 def _norms(gradients: Any, ord: Any = 2, *rest: Any, **kwargs: Any) -> Any:
     """Implement `torch._foreach_norm` for gradients: norms noted on arrival, or computed on the device."""
-    if rest or kwargs or not all(hasattr(gradient, "content") for gradient in gradients):
+    if rest or kwargs or not all(isinstance(gradient, HostGradient) for gradient in gradients):
         return NotImplemented
     contents = [gradient.content for gradient in gradients]
     found = [content.find_norm(lambda there: norms_of_all([there], ord)[0], ord == 2) for content in contents]
@@ -403,7 +356,7 @@ def _multiply_one(gradient: Any, factor: Any = None, **kwargs: Any) -> Any:
 def _unscale(gradients: Any, found_inf: Any, inv_scale: Any) -> Any:
     """Wait for the device before a GradScaler unscales gradients: nothing else waits for the copy of its factor."""
     for gradient in gradients:
-        if isinstance(gradient, HostGradient) and hasattr(gradient, "content"):
+        if isinstance(gradient, HostGradient):
             gradient.content.weight.unit.device.synchronize()
             break
     return NotImplemented
@@ -432,4 +385,4 @@ def release_gradient(host: nn.Parameter) -> None:
     """Replace a parameter's `.grad` by a plain tensor in host memory. Blocks until its bytes are there."""
     with without_dispatch():
         if isinstance(grad := grad_of(host), HostGradient):
-            set_grad(host, grad.content.wait_true() if hasattr(grad, "content") else grad.detach())
+            set_grad(host, grad.content.wait_true())

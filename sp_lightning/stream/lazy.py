@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,16 +17,14 @@ grad_of, set_grad = _tensor.grad.__get__, _tensor.grad.__set__
 requires_grad_of, set_requires_grad = _tensor.requires_grad.__get__, _tensor.requires_grad.__set__
 stored_version = _tensor._version.__get__
 
-_READ = "requires_grad shape dtype device layout ndim is_leaf is_sparse is_meta grad_fn nbytes is_cuda _version".split()
+_READ = "requires_grad shape dtype device layout ndim is_leaf is_sparse is_meta grad_fn nbytes is_cuda _version"
+_READ += f" {GRADIENT_HOOKS} {HOOKS_AFTER_ACCUMULATION} grad_dtype"  # torch 2.11 has no `grad_dtype`
+_CALLED = "size numel dim stride storage_offset element_size is_floating_point is_complex is_inference is_pinned"
+_CALLED += " requires_grad_ register_hook register_post_accumulate_grad_hook __len__ __hash__"
 
 # Functions that neither read nor write a tensor's bytes.
-METADATA: set[Any] = {getattr(Tensor, name).__get__ for name in (*_READ, GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION)}
-METADATA |= {set_requires_grad, Tensor.requires_grad_, Tensor.size, Tensor.numel, Tensor.dim}
-METADATA |= {Tensor.stride, Tensor.storage_offset, Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex}
-METADATA |= {Tensor.is_inference, Tensor.is_pinned, Tensor.__len__, Tensor.__hash__}
-METADATA |= {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
-METADATA |= {grad_of, set_grad}
-METADATA |= {_tensor.grad_dtype.__get__} if hasattr(Tensor, "grad_dtype") else set()  # compilers read it
+METADATA: set[Any] = {getattr(Tensor, name).__get__ for name in _READ.split() if hasattr(Tensor, name)}
+METADATA |= {grad_of, set_grad, set_requires_grad, *(getattr(Tensor, name) for name in _CALLED.split())}
 
 # Functions that make arrays, through which the user may write at any time without a trace.
 ARRAYS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
@@ -51,6 +50,20 @@ class Lazy:
     """
 
     __slots__ = ()
+
+    def plain(self) -> Tensor:
+        """Wait for the bytes, and return a plain tensor over them."""
+        self.before()
+        this: Any = self
+        with without_dispatch():
+            return this.as_subclass(Tensor)  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = copy.deepcopy(self.plain(), memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def before(self) -> None:
         """Wait until the tensor's bytes are there, and no pending work uses them. Runs before a function gets it."""
@@ -84,7 +97,7 @@ def shares_bytes(tensor: Tensor, value: Tensor) -> bool:
     return storage_id(tensor.untyped_storage()) == storage_id(value.untyped_storage())
 
 
-def found_in(value: Any, kind: type) -> Iterator[Any]:
+def found_in(value: Any, kind: Any) -> Iterator[Any]:
     """Yield the objects of a class in a value, and in lists, tuples and dicts inside of it, in their order."""
     if isinstance(value, kind):
         yield value
@@ -93,3 +106,42 @@ def found_in(value: Any, kind: type) -> Iterator[Any]:
             yield from found_in(item, kind)
     elif isinstance(value, dict):
         yield from found_in(list(value.values()), kind)
+
+
+def replaced(value: Any, kind: Any, replace: Callable[[Any], Any]) -> Any:
+    """Replace the objects of a class in a value, and in lists, tuples and dicts inside of it."""
+    if isinstance(value, kind):
+        return replace(value)
+    if isinstance(value, (list, tuple)):
+        items = [replaced(item, kind, replace) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: replaced(item, kind, replace) for key, item in value.items()}
+    return value
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a tensor's version; -1 for a tensor of inference mode, which has none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Copies:
+    """Copies that a function gets in the place of tensors on another device."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Tensor, Tensor, int]] = []  # with the version of the copy before the function ran
+
+    def add(self, tensor: Tensor, copied: Tensor) -> Tensor:
+        """Note a tensor's copy, and return the copy."""
+        self._made.append((tensor, copied, version_of(copied)))
+        return copied
+
+    def keep_writes(self, result: Any) -> Any:
+        """Copy the function's writes to the tensors; return its result, or the tensor whose copy that is."""
+        for tensor, copied, version in self._made:
+            if version_of(copied) != version:
+                with torch.no_grad():
+                    tensor.copy_(copied)  # with dispatch: a view of a weight's notes the write
+            if result is copied:
+                result = tensor
+        return result

@@ -12,7 +12,7 @@ backward is that of the cast; any other function gets the weight in its own type
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol, TypeAlias
 
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..compat.dynamo import compilation, graph_break
-from ..compat.torch import at_end_of_backward, graph_task, storage_id, tree_map_only, without_dispatch
+from ..compat.torch import at_end_of_backward, graph_task, storage_id, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
-from .lazy import METADATA, Lazy, data_of, found_in, set_data
+from .lazy import METADATA, Lazy, data_of, found_in, replaced, set_data, version_of
 
 Slot: TypeAlias = tuple[dict[str, Any], str]  # where a module registers a parameter: `_parameters`, and its name
 
@@ -88,7 +88,7 @@ class Weight:
         self.shown = -1  # version of the host's bytes that the leaf shows
         self.hook: Any = None  # the handle of the hook that takes the leaf's gradient
         self.end_of_graph: Any = None  # AccumulateGrad of the host's parameter, which is to get no gradient
-        self.lent = -1  # id of the storage that a function got last for this weight in its own type
+        self.fixed: Any = None  # a weak reference to the parameter: torch swaps none that has one
         self.edits = 0  # number of steps, and of assignments to `.data`
         self.is_stepped_early = False  # whether it was stepped beside backward, before the user calls the step
         self.is_ahead = False  # of a resident weight: whether the device has newer bytes than the host
@@ -161,6 +161,11 @@ class Leaf(nn.Parameter):
     def __eq__(self, other: Any) -> Any:
         return True if other is self.weight.host or other is self else super().__eq__(other)
 
+    @property
+    def needs_visit(self) -> bool:
+        """Whether a function that gets this leaf needs its unit visited: a step inside a call may have evicted it."""
+        return not self.weight.unit.depth or type(self) is Absent
+
     def given_to(self, func: Any) -> Tensor:
         """Return the tensor that a function gets in this leaf's place. The unit is on the device."""
         return self
@@ -230,9 +235,10 @@ class Absent(Leaf):
         with without_dispatch():
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
+            if any(issubclass(kind, Lazy) and not issubclass(kind, LeafView) for kind in types):
+                return NotImplemented  # parameters and gradients decide where the function runs
             if func in DIFFERENTIATING:
-                edge = torch.autograd.graph.get_gradient_edge
-                args, kwargs = tree_map_only(Leaf, edge, (args, kwargs or {}))
+                args, kwargs = replaced((args, kwargs or {}), Tensor, edge_of)
                 return func(*args, **kwargs)
             graph_break()
             return call_with_leaves(func, args, kwargs or {})
@@ -267,7 +273,6 @@ class Narrow(Absent):
         lends = func in CASTING and torch.is_autocast_enabled(kind)
         lends = lends and torch.get_autocast_dtype(kind) == self.weight.dtype
         lent: Tensor = Lend.apply(self, self.weight, lends)
-        self.weight.lent = -1 if lends else storage_id(lent.untyped_storage())
         return lent
 
 
@@ -331,6 +336,14 @@ def _strides(tensor: Tensor) -> list[int]:
     return [stride for stride, size in zip(dense_strides(tensor), tensor.shape, strict=True) if size > 1]
 
 
+def edge_of(tensor: Any) -> Any:
+    """Return the gradient edge of the leaf that a tensor is, or that stands for it; another tensor as it is."""
+    if (weight := tensor.weight if isinstance(tensor, Leaf) else weights.get(id(tensor))) is None:
+        return tensor
+    with without_dispatch():
+        return torch.autograd.graph.get_gradient_edge(weight.leaf)
+
+
 def graph_after_close(name: str) -> UnsupportedError:
     """Make the error for a backward through a weight whose stream was closed."""
     return UnsupportedError(
@@ -361,34 +374,26 @@ class LeafView(Lazy, Tensor):
     """
 
     weight: Weight
-    version: int  # before the function that has it now
+    __torch_function__ = Absent.__torch_function__
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, Lazy) and not issubclass(kind, LeafView) for kind in types):
-            return NotImplemented  # parameters and gradients decide where the function runs
-        if func in METADATA:
-            with without_dispatch():
-                return func(*args, **(kwargs or {}))
-        with using(units_shown_by(found_in((args, kwargs), LeafView))):
-            return super().__torch_function__(func, types, args, kwargs)
+    @property
+    def needs_visit(self) -> bool:
+        """Whether the weight is streamed; else this is a plain view."""
+        return weights.get(id(self.weight.host)) is self.weight
 
     def before(self) -> None:
         """Bring the unit to the device, and point this view at the weight's current bytes there."""
-        weight = self.weight
-        with without_dispatch():
-            if weights.get(id(weight.host)) is weight:
-                unit = weight.unit
+        if self.needs_visit:
+            weight, unit = self.weight, self.weight.unit
+            with without_dispatch():
                 unit.window.visit(unit)
                 now = weight.value.to(weight.there.device) if weight.is_lent else unit.memory.flat
                 set_data(self, now.view(self.dtype).as_strided(self.size(), self.stride(), self.storage_offset()))
-            self.version = version_of(self)
 
-    def after(self, func: Any, result: Any) -> None:
-        """Keep a write to this view as one to the weight, and have views of it answer as it does."""
-        if version_of(self) != self.version:
-            self.weight.keep_written(self)
-        note_views(self.weight, result, self)
+    def given_to(self, func: Any) -> Tensor:
+        """Return this view, of the weight's current bytes."""
+        self.before()
+        return self
 
     @property
     def data(self) -> Tensor:
@@ -400,12 +405,6 @@ class LeafView(Lazy, Tensor):
     @data.setter
     def data(self, data: Tensor) -> None:
         set_data(self, data)
-
-
-def units_shown_by(views: Iterable[LeafView]) -> list[Any]:
-    """Return the units of the weights that views show, but not of those that are streamed no longer."""
-    streamed = (view.weight for view in views if weights.get(id(view.weight.host)) is view.weight)
-    return list(dict.fromkeys(weight.unit for weight in streamed))
 
 
 def note_views(weight: Weight, result: Any, given: Tensor) -> None:
@@ -423,53 +422,33 @@ def note_views(weight: Weight, result: Any, given: Tensor) -> None:
             view.weight = weight
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return a tensor's version; -1 for a tensor of inference mode, which has none."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function that gets leaves, with their units on the device, and keep its writes to the leaves."""
-    leaves, is_nested = [], False
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Leaf):
-            leaves.append(value)
-        elif isinstance(value, (list, tuple, dict)):
-            is_nested = True
-    if is_nested:
-        leaves = list(found_in((args, kwargs), Leaf))
-    units = []
-    for leaf in leaves:
-        unit = leaf.weight.unit
-        if (not unit.depth or type(leaf) is Absent) and unit not in units:  # a step in a call may have evicted the unit
-            units.append(unit)
-    written: list[tuple[Weight, Tensor, int]] = []  # tensors that the function may write, with versions of before
+    """Call a function that gets leaves and views, with their units on the device, and keep its writes to weights."""
+    found = list(found_in((args, kwargs), (Leaf, LeafView)))
+    units = dict.fromkeys(one.weight.unit for one in found if one.needs_visit)
+    written: dict[int, tuple[Any, Tensor, int]] = {}  # what the function may write for each, with versions of before
 
-    def give(leaf: Leaf) -> Tensor:
-        """Return the tensor that the function gets for a leaf, and note its version if it may be written."""
-        for weight, made, _ in written:  # the leaf is among the arguments twice
-            if weight is leaf.weight:
-                return made
-        if leaf.weight.is_stepped_early and leaf.weight.unit.is_past_step:
-            raise stepped_already(leaf.weight.name)
-        made = leaf.given_to(func)
+    def give(one: Any) -> Tensor:
+        """Return the tensor that the function gets for a leaf or view, and note its version if it may be written."""
+        if id(one) in written:  # it is among the arguments twice
+            return written[id(one)][1]
+        if one.weight.is_stepped_early and one.weight.unit.is_past_step:
+            raise stepped_already(one.weight.name)
+        made: Tensor = one.given_to(func)
         if func not in CASTING:
-            written.append((leaf.weight, made, version_of(made)))
+            written[id(one)] = one, made, version_of(made)
         return made
 
-    with using(units) if units else NO_CONTEXT:
-        if is_nested or kwargs:
-            args, kwargs = tree_map_only(Leaf, give, (args, kwargs))
-        else:
-            args = [give(value) if isinstance(value, Leaf) else value for value in args]
+    with using(list(units)) if units else NO_CONTEXT:
+        args, kwargs = replaced((args, kwargs), (Leaf, LeafView), give)
         result = func(*args, **kwargs)
-        for weight, made, version in written:
+        for one, made, version in written.values():
             if version_of(made) != version:
-                weight.keep_written(made)
+                one.weight.keep_written(made)
             if result is made:
-                result = weight.leaf
+                result = one
             else:
-                note_views(weight, result, made)
+                note_views(one.weight, result, made)
     return result
 
 

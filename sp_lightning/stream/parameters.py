@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -11,21 +12,23 @@ from torch.autograd.graph import increment_version
 
 from ..compat.dynamo import compilation
 from ..compat.tensors import IS_PARAMETER, is_dtensor, is_dtensor_class, local_of, over_spec, spec_of
-from ..compat.torch import tree_map_only, without_dispatch
+from ..compat.torch import without_dispatch
 from ..errors import ExactnessError, UnsupportedError
-from .gradients import backwards, recover, through_hooks
+from .gradients import recover, through_hooks
 from .host_gradient import HostGradient, release_gradient
 from .lazy import (
     data_of,
     found_in,
     grad_of,
+    replaced,
     requires_grad_of,
     set_data,
     set_grad,
     shares_bytes,
+    version_of,
     writes,
 )
-from .leaf import Weight, check_form, graph_after_close, using, version_of, weights
+from .leaf import Weight, check_form, edge_of, graph_after_close, using, weights
 from .shards import on_host
 from .unit import Unit
 from .watched import Watched, is_in_own_call, is_inside_step, sync_requires_grad
@@ -58,8 +61,7 @@ class HostParameter(Watched, nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The gradient, which is on the host. Delivers gradients that an exception left behind."""
-        if backwards:
-            recover()
+        recover()
         if compilation() is not None and self.device.type != "cpu":
             return None  # a compiler would find the weight on the device and its gradient on the host
         with without_dispatch():  # torch's own way is longer, and `zero_grad` takes it twice for each parameter
@@ -67,22 +69,18 @@ class HostParameter(Watched, nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if backwards:
-            recover()
+        recover()
         _assign_gradient(self, value)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if backwards:
-            recover()
+        recover()
         if func in PLACE and (weight := weights.get(id(args[0]))) is not None:
             window = weight.unit.window
             with without_dispatch():
                 return func(weight.leaf if window.is_in_call or window.is_in_step else args[0])
         if func is torch.autograd.grad:
             return _differentiate(*args, **(kwargs or {}))
-        if func is torch.autograd.backward:  # with dispatch: the user's hooks run inside
-            return func(*tree_map_only(HostParameter, _edge_of, args), **tree_map_only(HostParameter, _edge_of, kwargs))
         return super().__torch_function__(func, types, args, kwargs)
 
     def set_(self, source: Any, *args: Any) -> Any:
@@ -95,21 +93,14 @@ class HostParameter(Watched, nn.Parameter):
         _write_data(self, source)
         return self
 
-    def _use_count(self) -> int:
-        """Raise for a streamed parameter: only `torch.utils.swap_tensors` asks, before it changes anything."""
-        if (weight := weights.get(id(self))) is not None:
-            raise UnsupportedError(
-                f"torch.utils.swap_tensors got {weight.name}, whose memory is streamed: copy to it instead"
-                " (`weight.data.copy_(other)`). load_state_dict() and module.to() swap under"
-                " torch.__future__.set_swap_module_params_on_conversion(True): set it to False while the module streams"
-            )
-        return super()._use_count()  # type: ignore[no-any-return,misc]
-
     __hash__ = Tensor.__hash__
 
     def __eq__(self, other: Any) -> Any:
         weight = weights.get(id(self))
         return True if weight is not None and other is weight.leaf else super().__eq__(other)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain_class.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         data = self.data.clone(memory_format=torch.preserve_format)
@@ -124,8 +115,7 @@ class HostShard(Watched):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if backwards:
-            recover()
+        recover()
         if func in HOOKING:
             raise UnsupportedError(
                 f"{_name_of(args[0])} is a streamed DTensor, of which hooks get no gradients: use none"
@@ -144,8 +134,6 @@ class HostShard(Watched):
                 f"torch.autograd.grad was called for {_name_of(found)}, a DTensor, whose"
                 " gradients come by backward() alone: call that"
             )
-        if func is torch.autograd.backward:
-            return func(*tree_map_only(Watched, _edge_of, args), **tree_map_only(Watched, _edge_of, kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     def after(self, func: Any, result: Any) -> None:
@@ -171,20 +159,12 @@ class HostShard(Watched):
             sync_requires_grad(weight)
             return weight.leaf.to_local(**kwargs)  # type: ignore[attr-defined,no-any-return]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = made = self._plain(is_copy=True)
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain(is_copy=False).__reduce_ex__(protocol)
-
-    def _plain(self, is_copy: bool) -> Any:
-        """Wait for the bytes, and return a plain DTensor over them, or over a copy."""
+    def plain(self) -> Any:
+        """Wait for the bytes, and return a plain DTensor over them."""
         self.before()
         this: Any = self
         with without_dispatch(), torch.no_grad():
-            local = local_of(this).detach()
-            made = over_spec(local.clone() if is_copy else local, spec_of(this))
+            made = over_spec(local_of(this).detach(), spec_of(this))
             is_parameter = hasattr(this, IS_PARAMETER)
             return nn.Parameter(made, requires_grad_of(this)) if is_parameter else made
 
@@ -199,21 +179,13 @@ def _name_of(param: Any) -> str:
 
 def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Implement `torch.autograd.grad` for parameters among the inputs: gradients of leaves, passed through hooks."""
-    edges = tree_map_only(HostParameter, _edge_of, inputs)
+    edges = replaced(inputs, HostParameter, edge_of)
     found = torch.autograd.grad(outputs, edges, *args, **kwargs)
     params = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     return tuple(
         through_hooks(param, grad) if grad is not None and isinstance(param, HostParameter) else grad
         for param, grad in zip(params, found, strict=True)
     )
-
-
-def _edge_of(param: HostParameter) -> Any:
-    """Return the gradient edge of a parameter's leaf, which stands for it in autograd's graph."""
-    if (weight := weights.get(id(param))) is None:
-        return param
-    with without_dispatch():
-        return torch.autograd.graph.get_gradient_edge(weight.leaf)
 
 
 def _write_data(param: HostParameter, data: Tensor) -> None:
@@ -308,6 +280,7 @@ def watch(weight: Weight) -> None:
         weight.end_of_graph = _end_of_graph(weight.host)
         weight.end_of_graph.register_prehook(functools.partial(_refuse_gradient, weight.name))
     weights[id(weight.host)] = weight
+    weight.fixed = weakref.ref(weight.host)
     kind = type(weight.host)
     weight.host.__class__ = _watched(getattr(kind, "plain_class", kind))  # the parameter may be made of another's bytes
 
@@ -349,7 +322,7 @@ def release(weight: Weight) -> None:
 
 def _make_plain(weight: Weight) -> None:
     """Give a parameter its own class and a plain gradient again, and forget the weight."""
-    weight.end_of_graph = None
+    weight.end_of_graph = weight.fixed = None
     release_gradient(weight.host)
     plain: Any = getattr(weight.host, "plain_class", nn.Parameter)
     weight.host.__class__ = plain

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..compat.torch import without_dispatch
-from ..host.device import NOT_RECORDED, Arrival, Device, aligned, dense_strides
+from ..host.device import Arrival, Device, aligned, dense_strides
 from ..host.room import UnitNumbers
+from ..host.telemetry import NOT_RECORDED
 from ..store.store import FiledWeights
-from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version
-from .leaf import Absent, Leaf, Narrow, Visitor, Weight, stepped_already, version_of
+from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version, version_of
+from .leaf import Absent, Leaf, Narrow, Visitor, Weight, stepped_already
 from .residency import NO_BYTES, Presence, Residency
 from .wholes import WholeWeight
 
@@ -227,7 +228,6 @@ class Unit:
         self.memory.allocate(here)
         self._stamp = None
         self.device.counters.fetches += 1
-        self.device.counters.bytes_up += self.nbytes
         self.steps.after(self._copy)
 
     def _copy(self) -> None:
@@ -235,8 +235,7 @@ class Unit:
         if self._may_have_stale_wires() or self._has_stale_wires:
             self._cast()
         source = self.slab if self.is_edited() else self.truth
-        listener = self.device.counters.listener
-        recorded = NOT_RECORDED if listener is None else listener.work("up", self.name, "weights", self.nbytes)
+        recorded = self.device.counters.record("up", self.name, "weights", self.nbytes)
         flat, stamp = self.memory.flat, self._now()
         copied = self.device.send_up(flat[: self.slab.nbytes], source, recorded=recorded)
         if self._filed is not None:
@@ -333,7 +332,7 @@ class Unit:
 
     def keep_write(self, weight: Weight) -> None:
         """Copy a weight that was written on the device to the host; raise if the write would be lost. Blocks."""
-        self.device.counters.bytes_written_back += weight.nbytes
+        self.device.counters.nbytes["down"] += weight.nbytes
         self.wait_copy()
         if weight.is_narrow:
             if have_other_bytes(weight.there.detach().to("cpu"), weight.wire):

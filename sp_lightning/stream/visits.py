@@ -153,7 +153,6 @@ class Visit:
                 f"{unit.name} writes to its weights in its forward, which a second forward would repeat: use"
                 " activations='keep' or 'offload'"
             )
-        self._policy.device.counters.writebacks += 1
         for weight in written:
             unit.keep_write(weight)
 

@@ -7,7 +7,6 @@ a Trainer's step, unless a function gets them together with tensors on the host.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -17,31 +16,32 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from ..compat.dynamo import graph_break
-from ..compat.torch import tree_map_only, without_dispatch
+from ..compat.torch import without_dispatch
 from .host_gradient import HostGradient
 from .lazy import (
     ARRAYS,
     METADATA,
+    Copies,
     Lazy,
     compiles_own_step,
     data_of,
     found_in,
     has_others,
+    replaced,
     requires_grad_of,
     set_data,
     set_requires_grad,
     shares_bytes,
+    version_of,
     writes,
 )
 from .leaf import (
     NO_CONTEXT,
-    LeafView,
     Weight,
     call_with_leaves,
+    edge_of,
     has_form_of,
-    units_shown_by,
     using,
-    version_of,
     weights,
 )
 from .unit import Unit
@@ -54,24 +54,9 @@ FREEZING = {Tensor.requires_grad_, set_requires_grad}
 STRIDING = {Tensor.as_strided, torch.as_strided}
 
 # Functions that are about the bytes on the host, also where autograd would record them.
-ON_HOST: set[Any] = {*ARRAYS, data_of, Tensor.detach, Tensor.detach_, Tensor.data_ptr, Tensor.untyped_storage}
-ON_HOST |= {
-    Tensor.storage,
-    Tensor.tolist,
-    Tensor.item,
-    Tensor.__reduce_ex__,
-    Tensor.__deepcopy__,
-    Tensor.__repr__,
-    Tensor.is_contiguous,
-}
-ON_HOST |= {
-    Tensor.copy_,
-    Tensor.is_shared,
-    Tensor.share_memory_,
-    Tensor.get_device,
-    Tensor.__format__,
-    Tensor.is_set_to,
-}
+_OF_BYTES = "detach detach_ data_ptr untyped_storage storage tolist item is_contiguous copy_ is_shared share_memory_"
+_OF_BYTES += " get_device is_set_to __reduce_ex__ __deepcopy__ __repr__ __format__"
+ON_HOST: set[Any] = {*ARRAYS, data_of, *(getattr(Tensor, name) for name in _OF_BYTES.split())}
 
 
 class Watched(Lazy):
@@ -97,54 +82,41 @@ class Watched(Lazy):
         graph_break()
         if has_others(types):
             return NotImplemented
+        if func is torch.autograd.backward:  # with dispatch: the user's hooks run inside
+            args, kwargs = replaced((args, kwargs or {}), Tensor, edge_of)
+            return func(*args, **kwargs)
         is_own = is_in_own_call(args[0] if args else None)
         if not is_own and (func in ON_HOST or not is_inside_step(func, args, kwargs)):
             return super().__torch_function__(func, types, args, kwargs)
-        has_leaves, is_read = False, not writes(func) and "out" not in (kwargs or {})
-        units: list[Unit] = []
-        hosts: dict[int, Any] = {}  # the arguments that leaves and copies replace, by the ids of these
-        copies: list[tuple[Any, Tensor, int]] = []  # of views of the user's on the device, and their versions
+        is_read = not writes(func) and "out" not in (kwargs or {})
+        units: list[Unit] = []  # of shards
+        hosts: dict[int, Any] = {}  # the parameters that leaves replace, by the ids of the leaves
+        copies = Copies()  # of views of the user's, on the device
 
         def on_device(tensor: Any) -> Any:
             """Return the leaf or device tensor that the function gets in an argument's place."""
-            nonlocal has_leaves
             weight = tensor.weight_of() if isinstance(tensor, Watched) else None
             if weight is None:
                 return _to_device(here, tensor) if is_read else tensor
             if tensor is not weight.host:
                 tensor.before()
                 with without_dispatch():
-                    copied = tensor.to(weight.leaf.device)
-                copies.append((tensor, copied, version_of(copied)))
-                hosts[id(copied)] = tensor
-                return copied
+                    return copies.add(tensor, tensor.to(weight.leaf.device))
             sync_requires_grad(weight)
             if weight.is_shard:
                 units.append(weight.unit)
-            else:
-                has_leaves = True
             hosts[id(weight.leaf)] = tensor
             return weight.leaf
 
-        first = args[0] if args else None
         watched = found_in((args, kwargs), Watched)
         here = next((weight.leaf.device for each in watched if (weight := each.weight_of()) is not None), None)
-        args, kwargs = tree_map_only(Tensor, on_device, (args, kwargs or {}))
-        own = None if (weight := weights.get(id(first))) is None or weight.is_shard else weight
-        if func in STRIDING and own is not None:
+        own = weights.get(id(args[0])) if args else None
+        args, kwargs = replaced((args, kwargs or {}), Tensor, on_device)
+        if func in STRIDING and own is not None and not own.is_shard:
             args, kwargs = _as_strided_arguments(own, *args, **kwargs)
-        views = list(found_in((args, kwargs), LeafView))
-        units += units_shown_by(views)
         with without_dispatch(), using(units) if units else NO_CONTEXT:
-            for view in views:
-                view.before()
-            result = call_with_leaves(func, args, kwargs) if has_leaves else func(*args, **kwargs)
-            for view in views:
-                view.after(func, result)
-        for alias, copied, version in copies:
-            if version_of(copied) != version:
-                with torch.no_grad():
-                    alias.copy_(copied)  # with dispatch: the unit notes the write
+            result = call_with_leaves(func, args, kwargs)
+        result = copies.keep_writes(result)
         # The parameter and not its leaf: nothing would keep the leaf's unit on the device for the next function.
         return hosts.get(id(result), result) if isinstance(result, Tensor) else result
 
@@ -208,13 +180,6 @@ class Alias(Watched, Tensor):
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return repr(self.plain())  # as a plain run prints it
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self)] = copy.deepcopy(self.plain(), memo)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _to_device(device: torch.device | None, tensor: Any) -> Any:

@@ -209,7 +209,7 @@ class Window:
         try:
             unit.load(stream)
         except torch.OutOfMemoryError as error:
-            self.room.was_short()
+            self.room.shrink(self.room.window - 1, "the device had no memory for a unit")
             if not is_needed:
                 return
             idle = [index for index in self._schedule.loaded if index not in self._in_use and index != unit.index]

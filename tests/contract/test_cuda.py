@@ -85,9 +85,8 @@ print(json.dumps(said))
     for options, (counts, counted) in found.items():
         up, down, not_locked, kernels, device_nbytes, locked_nbytes = counts
         assert kernels and not (not_locked or device_nbytes or locked_nbytes), (options, counts)
-        assert up == counted["bytes_up"] + counted["bytes_brought_back"], options
-        said = counted["bytes_down"] + counted["bytes_offloaded"] + counted["bytes_written_back"]
-        assert said <= down <= said + 3, options  # transformers asks once a step whether there is padding
+        assert up == counted["bytes_up"], options
+        assert 0 <= down - counted["bytes_down"] <= 3, options  # transformers asks once a step whether there is padding
 
 
 @SLOW
@@ -276,8 +275,8 @@ print(json.dumps(moved))
 
 
 CELLS = [
-    ("llama", "bf16-mixed", 1, "recompute+offload"),
-    ("llama", "16-mixed", 2, "keep"),
+    ("tied_embedding", "bf16-mixed", 1, "recompute+offload"),
+    ("multihead_attention", "16-mixed", 2, "keep"),
     ("dropout", "32-true", 2, "recompute"),
     ("uneven_convnet", "bf16-mixed", 1, "offload"),
     ("lstm", "32-true", 1, "recompute"),

@@ -81,8 +81,6 @@ def test_weights_that_stay_in_files_train_as_in_memory(row):
 
 
 def check_cell(case, accelerator, precision, window, activations, optimizer):
-    for library in case.tags & {"transformers", "torchvision"}:
-        pytest.importorskip(library)
     try:
         read = check(case, accelerator, precision, optimizer, window=WINDOWS[window], activations=activations)
     except ExactnessError as error:  # which the contract names

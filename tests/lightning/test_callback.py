@@ -284,7 +284,7 @@ def test_a_table_before_and_three_lines_after(caplog):
 
 def test_with_a_plan_planned_stands_beside_measured(caplog):
     class Plan:
-        chosen, window, device_nbytes, step_s = {}, 2, 3 << 20, 0.25
+        window, device_nbytes, step_s = 2, 3 << 20, 0.25
 
     with caplog.at_level("INFO"):
         fit([sp_lightning.SuperpipelineCallback(plan=Plan())], enable_progress_bar=True, batches=5)

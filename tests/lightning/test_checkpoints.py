@@ -128,18 +128,6 @@ def test_files_hold_the_same_bytes(make_module, tmp_path):
         parity.assert_same(tensors(expected), tensors(actual))
 
 
-def test_a_resumed_run_starts_from_the_window_that_was_chosen(tmp_path, caplog):
-    first, _ = fit("auto", "simgpu", save=tmp_path / "auto.ckpt")
-    chosen = first.strategy.handle.stats()["window"]
-    with caplog.at_level("INFO", "sp_lightning"):
-        resumed, _ = fit("auto", "simgpu", ckpt_path=tmp_path / "auto.ckpt", max_epochs=3)
-    assert f"window 1 -> {chosen}: as in the run that is resumed" in caplog.text
-    assert resumed.strategy.handle.stats()["window"] == chosen > 1
-    fixed, _ = fit("streaming", "simgpu", ckpt_path=tmp_path / "auto.ckpt", max_epochs=3, save=tmp_path / "fixed.ckpt")
-    assert fixed.strategy.handle.stats()["window"] == 2
-    assert "SuperpipelineCallback" not in str(torch.load(tmp_path / "fixed.ckpt")["callbacks"])
-
-
 # ---- where what was loaded lies
 
 

@@ -9,6 +9,7 @@ import re
 
 import lightning as L
 import pytest
+import rounding
 import torch
 import torchmetrics
 import yaml
@@ -177,6 +178,31 @@ class Unfreezing(cb.BaseFinetuning):
 def test_module(make_module, accelerator):
     options = {"make_loader": functools.partial(models.loader, models.case("mlp"))}
     run_both(make_module, accelerator, epochs=2, **options)
+
+
+class ReadsInItsStep(models.ZooModule):
+    """Computes from weights in the step itself, without gradients, and writes one, alone and by rows."""
+
+    def __init__(self, case, optimizer):
+        super().__init__(case, optimizer)
+        self.frozen = torch.nn.Linear(models.FEATURES, models.FEATURES).requires_grad_(False)
+
+    def training_step(self, batch, index):
+        with torch.no_grad():
+            scale = 1 + self.net.head.weight.norm() + self.frozen.weight.norm()
+            self.net.blocks[1].up.weight.clamp_(-0.1, 0.1)
+            self.net.blocks[2].up.weight[0].mul_(0.5)
+        assert self.frozen.weight.device == self.net.head.weight.device == batch[0].device
+        x = torch.nn.functional.linear(batch[0], self.frozen.weight)
+        return super().training_step((x, batch[1]), index) * scale
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_code_of_a_step_reads_and_writes_weights_on_the_device(precision):
+    options = {"window": 2, "transfer": 1, "optimizer_overlap": False}
+    settings = {"accelerator": "simgpu", "precision": precision, "kind": ReadsInItsStep}
+    with rounding.norms_round_otherwise():
+        parity.check(models.case("mlp"), options, **settings)
 
 
 @BOTH

@@ -39,7 +39,7 @@ def test_shares_are_in_words_the_largest_first():
 
 def test_the_floor_is_the_busiest_lanes_work():
     work = (Span("up", "a", 0, 6), Span("up", "b", 6, 7), Span("compute", "a", 2, 7), Span("host", "", 0, 9, stall="x"))
-    step = RecordedStep(number=0, kind="train", trains=True, start=0.0, end=10.0, spans=work)
+    step = RecordedStep(number=0, trains=True, start=0.0, end=10.0, spans=work)
     assert floor_s(step) == 7.0
 
 
@@ -66,7 +66,7 @@ def test_stats_have_the_bytes_of_a_window(device):
 
 def test_lines_compare_a_plan_with_what_was_measured(device):
     class Plan:
-        chosen, window, device_nbytes, step_s = {}, 2, 3 << 20, 0.25
+        window, device_nbytes, step_s = 2, 3 << 20, 0.25
 
     module = side_by_side.blocks()
     with sp_lightning.stream(module, device, window=2, units=["Block"]) as handle:

@@ -20,7 +20,7 @@ WORK = (
 
 
 def recorded(number=7, start=5.0, end=10.0, spans=WORK):
-    return RecordedStep(number=number, kind="train", trains=True, start=start, end=end, spans=spans)
+    return RecordedStep(number=number, trains=True, start=start, end=end, spans=spans)
 
 
 def example():

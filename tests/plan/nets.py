@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from models import transformer
+
 ROWS = 8
 
 
@@ -116,43 +118,18 @@ def _tokens(length: int = 128, words: int = 1024) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12, "num_attention_heads": 8}
-    config = LlamaConfig(vocab_size=8192, num_key_value_heads=4, use_cache=False, **sizes)
-    config._attn_implementation = "eager"
-    return LlamaForCausalLM(config)
-
-
-def _mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4}
-    config = MixtralConfig(vocab_size=8192, num_key_value_heads=2, num_local_experts=4, use_cache=False, **sizes)
-    return MixtralForCausalLM(config)
-
-
-def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6}
-    config = BertConfig(vocab_size=8192, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
-    config._attn_implementation = "eager"
-    return BertForMaskedLM(config)
-
-
-def _vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 6}
-    config = ViTConfig(image_size=64, patch_size=8, num_labels=10, **sizes)
-    config._attn_implementation = "eager"
-    return ViTForImageClassification(config)
-
-
 def _images() -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.zeros(ROWS, 3, 64, 64), "labels": torch.zeros(ROWS, dtype=torch.long)}
+
+
+LLAMA = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12}
+LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 4, "use_cache": False, "attn_implementation": "eager"}
+MIXTRAL = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+MIXTRAL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "use_cache": False}
+BERT = {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6}
+BERT |= {"num_attention_heads": 6, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+VIT = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 6}
+VIT |= {"image_size": 64, "patch_size": 8, "num_labels": 10, "attn_implementation": "eager"}
 
 
 NETS = {
@@ -165,8 +142,8 @@ NETS = {
         lambda: torch.zeros(64, 512),
         _sum,
     ),
-    "llama": Net(_llama, _tokens, _named),
-    "mixtral": Net(_mixtral, _tokens, _named),
-    "bert": Net(_bert, _tokens, _named),
-    "vit": Net(_vit, _images, _named),
+    "llama": Net(transformer("LlamaForCausalLM", "LlamaConfig", **LLAMA), _tokens, _named),
+    "mixtral": Net(transformer("MixtralForCausalLM", "MixtralConfig", **MIXTRAL), _tokens, _named),
+    "bert": Net(transformer("BertForMaskedLM", "BertConfig", **BERT, attn_implementation="eager"), _tokens, _named),
+    "vit": Net(transformer("ViTForImageClassification", "ViTConfig", **VIT), _images, _named),
 }

@@ -54,7 +54,7 @@ def test_products_of_experts_that_autocast_leaves_run_in_fp32():
             return nn.functional.grouped_mm(x, self.weight, offs=torch.tensor([3, 4], dtype=torch.int32))
 
     mixed, full = (plan(Experts(), torch.ones(4, 8), precision=one, machine="rtx3060") for one in ("bf16-mixed", 32))
-    assert mixed.time == full.time and mixed.trained == 2 * 8 * 16
+    assert mixed.lanes == full.lanes and mixed.trained == 2 * 8 * 16
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])

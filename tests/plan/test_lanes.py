@@ -6,20 +6,7 @@ from dataclasses import replace
 import pytest
 
 from sp_lightning.plan.machines import MACHINES, Machine, Reached
-from sp_lightning.plan.step import (
-    COMPUTE,
-    CORES,
-    DOWN,
-    NETWORK,
-    READ,
-    UP,
-    WRITE,
-    Bytes,
-    Run,
-    StepCost,
-    step_cost,
-    step_time,
-)
+from sp_lightning.plan.step import COMPUTE, CORES, DOWN, NETWORK, READ, UP, WRITE, step_cost, step_time
 from sp_lightning.plan.trace import Work
 
 # One FLOP and one byte of device memory take a second each; other rates are bytes per second, too.
@@ -44,12 +31,12 @@ EXACT = Reached(matrix=1, step=1, down_cost=1)
 NONE = Work()
 
 
-def timed(forward=NONE, backward=NONE, step=NONE, first=NONE, machine=MACHINE, reached=EXACT, **run):
-    return step_time(forward, backward, step, first, machine, Run(**{"cost": StepCost(), **run}), reached)
+def timed(forward=NONE, backward=NONE, step=NONE, first=NONE, first_step=NONE, machine=MACHINE, reached=EXACT, **run):
+    return step_time(forward, backward, step, first, first_step, machine, reached=reached, **run)
 
 
 def seconds(*works, **given):
-    return timed(*works, **given).seconds
+    return timed(*works, **given)[0]
 
 
 def test_products_and_what_memory_binds_add_up():
@@ -61,8 +48,8 @@ def test_products_reach_a_share_of_the_machine_s_rate():
 
 
 def test_a_forward_behind_the_link_takes_the_link_s_time():
-    found = timed(Work(flops=6, up=120))
-    assert found.seconds == 12 and found.bound_by == UP and (found.lanes[COMPUTE], found.lanes[UP]) == (6, 12)
+    taken, lanes = timed(Work(flops=6, up=120))
+    assert taken == 12 and (lanes[COMPUTE], lanes[UP]) == (6, 12)
 
 
 def test_one_unit_at_a_time_computes_and_copies_in_turns():
@@ -81,42 +68,44 @@ def test_weights_are_read_from_files_as_fast_as_the_disk():
 
 # ---- the step on the host
 
-STEP = Work(trained=10)
-
 
 def test_cores_get_what_copies_leave_of_the_host_s_memory():
-    machine, cost = replace(MACHINE, host_bytes_per_s=60, cores_bytes_per_s=55), StepCost(stepped=Bytes(0, 110))
-    assert seconds(step=STEP, machine=machine, cost=cost) == pytest.approx(1100 / 55)
-    assert seconds(Work(up=220), step=STEP, machine=machine, cost=cost) == pytest.approx((1100 + 220) / 60)
+    machine, step = replace(MACHINE, host_bytes_per_s=60, cores_bytes_per_s=55), Work(cores=1100)
+    assert seconds(step=step, machine=machine) == pytest.approx(1100 / 55)
+    assert seconds(Work(up=220), step=step, machine=machine) == pytest.approx((1100 + 220) / 60)
 
 
 def test_steps_run_beside_backward_unless_they_are_clipped():
-    works, cost = (Work(flops=10), Work(flops=100), STEP), StepCost(stepped=Bytes(0, 900))
-    assert seconds(*works, cost=cost) == 110
-    assert seconds(*works, cost=cost, clip=True) == 100 + 90  # beside the next forward alone
+    works = Work(flops=10), Work(flops=100), Work(cores=9000)
+    assert seconds(*works) == 110
+    assert seconds(*works, clip=True) == 100 + 90  # beside the next forward alone
 
 
 def test_without_overlap_steps_come_after_backward():
-    works, cost = (Work(flops=10), Work(flops=10), STEP), StepCost(stepped=Bytes(0, 60))
-    assert seconds(*works, cost=cost, overlap="none") == 20 + 6 > seconds(*works, cost=cost) == 20
+    works = Work(flops=10), Work(flops=10), Work(cores=600)
+    assert seconds(*works, overlaps=False) == 20 + 6 > seconds(*works) == 20
 
 
 def test_the_first_unit_is_stepped_with_nothing_beside_it():
     """Its gradient comes down last; it is stepped, and goes up again."""
-    first, cost = Work(up=40, down=40, trained=10), StepCost(stepped=Bytes(0, 28))
-    assert seconds(Work(flops=35), Work(flops=70), first=first, cost=cost) == pytest.approx(105 + 4 + 2.8 + 4)
+    works = {"forward": Work(flops=35), "backward": Work(flops=70), "first": Work(up=40, down=40)}
+    assert seconds(**works, first_step=Work(cores=280)) == pytest.approx(105 + 4 + 2.8 + 4)
 
 
 def test_sums_run_beside_backward_and_norms_run_on_the_device():
-    works, cost = (Work(flops=4), Work(flops=4), STEP), StepCost(added=Bytes(0, 60))
-    assert seconds(*works, cost=cost, accumulate=3) == pytest.approx(3 * 4 + 3 * 600 / 100)
-    assert seconds(*works, cost=cost, accumulate=3, clip=True, summed=50) == pytest.approx(30 + 50 / 10)
+    works = Work(flops=4), Work(flops=4, cores=600)
+    assert seconds(*works, accumulate=3) == pytest.approx(3 * (4 + 600 / 100))
+    assert seconds(*works, accumulate=3, clip=True, summed=50) == pytest.approx(30 + 50 / 10)
+
+
+def test_the_first_unit_comes_with_each_batch_and_is_stepped_once():
+    assert seconds(first=Work(down=20, cores=100), first_step=Work(cores=300), accumulate=2) == 2 * (2 + 1) + 3
 
 
 @pytest.mark.parametrize(("states", "step"), [(2, 28), (1, 20), (0, 12)])
 def test_a_step_reads_and_writes_each_state(states, step):
-    assert step_cost(states).stepped == Bytes(step, step)
-    assert step_cost(states, on_device=True).on_device == step
+    assert step_cost(10, states) == Work(cores=10 * step)
+    assert step_cost(10, states, on_device=True).moved == 10 * step
 
 
 def test_several_devices_share_the_host_s_memory():
@@ -129,37 +118,37 @@ def test_several_devices_share_the_host_s_memory():
 
 
 def test_a_step_on_the_device_moves_its_state_both_ways():
-    found = timed(Work(flops=90), Work(flops=90), STEP, cost=StepCost(on_device=1, up=12, down=12))
-    assert (found.lanes[UP], found.lanes[DOWN], found.lanes[COMPUTE]) == (12, 12, 190)
+    step = step_cost(10, on_device=True)
+    assert (step.up, step.down, step.cores) == (120, 120, 0)
+    lanes = timed(Work(flops=90), step=step)[1]
+    assert (lanes[UP], lanes[DOWN], lanes[COMPUTE]) == (12, 12, 90 + 280)
 
 
 def test_state_on_the_disk_is_read_and_written_each_step():
-    found = timed(Work(flops=1), step=Work(read=200, written=160))
-    assert (found.lanes[READ], found.lanes[WRITE], found.seconds) == (40, 40, 40)
+    taken, lanes = timed(Work(flops=1), step=Work(read=200, written=160))
+    assert (lanes[READ], lanes[WRITE], taken) == (40, 40, 40)
 
 
 def test_sums_of_several_hosts_cross_the_network():
-    assert timed(step=Work(sent=120)).lanes[NETWORK] == 60
+    assert timed(step=Work(sent=120))[1][NETWORK] == 60
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_step_is_shorter_than_its_busiest_lane(seed):
     draw = random.Random(seed)
 
-    def work(**more):
-        names = ("flops", "fp32_flops", "moved", "up", "down", "read", "written", "sent")
-        return Work(**{name: draw.choice((0, draw.uniform(0, 1e10))) for name in names}, **more)
+    def work():
+        names = ("flops", "fp32_flops", "moved", "up", "down", "read", "written", "sent", "cores")
+        return Work(**{name: draw.choice((0, draw.uniform(0, 1e10))) for name in names})
 
-    run = Run(
-        cost=step_cost(2, on_device=draw.random() < 0.2),
-        alone=draw.random() < 0.2,
-        clip=draw.random() < 0.5,
-        accumulate=draw.randint(1, 3),
-        overlap=draw.choice(("none", "forward")),
-        ranks=draw.choice((1, 4)),
-    )
-    step, first = Work(trained=1e8, cast=draw.choice((0, 5e7)), read=1e8), Work(up=1e8, down=1e8, trained=1e7)
+    run = {
+        "alone": draw.random() < 0.2,
+        "clip": draw.random() < 0.5,
+        "accumulate": draw.randint(1, 3),
+        "overlaps": draw.random() < 0.5,
+        "ranks": draw.choice((1, 4)),
+    }
+    first = Work(up=1e8, down=1e8, cores=draw.choice((0, 1e8)))
     machine = MACHINES[draw.choice(("rtx4090", "h200", "rtx3060"))]
-    found = step_time(work(), work(), step, first, machine, run)
-    assert max(found.lanes.values()) <= found.seconds * (1 + 1e-9)
-    assert found.lanes[found.bound_by] == max(found.lanes.values()) > 0 and found.lanes[CORES] >= 0
+    taken, lanes = step_time(work(), work(), work(), first, step_cost(1e7), machine, **run)
+    assert max(lanes.values()) <= taken * (1 + 1e-9) and lanes[CORES] >= 0

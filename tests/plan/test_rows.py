@@ -1,6 +1,6 @@
 """Planned steps beside measured ones: each row of benchmarks/results that has a measured step and that a plan is for.
 
-Of a step that a plan knows the StepCost of its version, and the machine as measured in the row's file. Replaced are
+Known of a row: what a step of its version costs, and the machine as measured in its file. Replaced are
 rates that a compiler or a cache spoilt (benchmarks/fit_lanes.py says which, and by what). No row is out of reach.
 """
 

@@ -22,14 +22,6 @@ CASES = [
     Case("filed", "adamw", edits=True, options={"host_budget": 0}),
     Case("filed", "fused", accumulated=2, clipped=0.3, device="simgpu", options={"host_budget": 0}),
 ]
-PRODUCT = [
-    Case(net, optimizer, accumulated, clipped)
-    for net in peer_runs.NETS
-    if net != "filed"
-    for optimizer in ("sgd", "adamw", "fused", "foreach")
-    for accumulated in (1, 3)
-    for clipped in (None, 0.3)
-]
 
 
 @pytest.mark.parametrize(
@@ -41,24 +33,21 @@ def test_two_ranks_have_the_bits_of_ddp(case):
     assert processes.run(2, peer_runs.differences, case) == [[], []]
 
 
-@pytest.mark.parametrize("case", [CASES[3], *(pytest.param(case, marks=SLOW) for case in CASES if case.machines == 1)])
-def test_three_ranks_have_the_bits_of_the_tree(case):
-    assert processes.run(3, peer_runs.differences, case) == [[], [], []]
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [(4, CASES[3]), *(pytest.param(3, case, marks=SLOW) for case in CASES if case.machines == 1)],
+)
+def test_more_ranks_have_the_bits_of_the_tree(size, case):
+    assert processes.run(size, peer_runs.differences, case) == [[]] * size
 
 
-@pytest.mark.parametrize("touch", ["none", "read", "write", "state"])
-def test_gradients_and_state_that_are_kept_stay_what_they_were(touch):
-    assert processes.run(2, peer_runs.kept, touch) == [[], []]
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize("name", peer_runs.PROGRAMS)
+def test_what_user_code_does_to_gradients_and_state_has_the_bits_of_ddp(name, size):
+    assert processes.run(size, peer_runs.differ, name) == [[]] * size
 
 
 @SLOW
 def test_two_machines_of_two_ranks_have_the_bits_of_the_tree():
     for net in ("tied", "skipping"):
         assert processes.run(4, peer_runs.differences, Case(net, machines=2)) == [[]] * 4
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@SLOW
-def test_nets_optimizers_and_accumulation_have_the_bits_of_ddp(size):
-    found = processes.run(size, peer_runs.all_differences, PRODUCT)
-    assert all(not any(of_rank) for of_rank in found)

@@ -3,6 +3,7 @@
 import json
 import re
 
+import forks
 import peer_runs
 import processes
 import pytest
@@ -10,9 +11,9 @@ from often import often
 
 ENDS = {
     "raises": (3, r"rank 0 waits at .*, but rank 1 is gone since .*: ValueError: a bad batch"),
+    "has fewer batches": (3, r"rank 0 waits at .*, but rank 1 is gone since .*: its run has ended"),
     "is killed": (5, r"rank 0 waits at .*, but the process of rank 1 has ended; it was last at .*"),
     "is stopped": (6, r"rank 0 waits at .*, but rank 1 has given no sign for \d s; it was last at .*"),
-    "has fewer batches": (3, r"rank 0 waits at .*, but rank 1 is gone since .*: its run has ended"),
 }
 
 
@@ -35,12 +36,33 @@ def test_a_step_that_fails_on_one_rank_is_half_applied_on_all():
         assert processes.run(2, peer_runs.fail_in_step, place) == [["PeerError", *refused], ["MemoryError", *refused]]
 
 
-def test_ranks_may_differ_in_order_and_in_what_they_evaluate():
-    assert processes.run(2, peer_runs.differ_in_order, 3) == [[], []]
-
-
 @pytest.mark.parametrize("how", ["added", "replaced"])
 def test_weights_that_come_later_are_an_error(how):
     """The ranks would have them by themselves, which is silent under DDP."""
     for error in processes.run(2, peer_runs.add_weights, how):
         assert re.fullmatch(r"blocks\.0\.\S+ came after streaming began, and each of several devices has .*", error)
+
+
+@pytest.mark.parametrize("how", ["frozen on one", "wider on one", "in files of one"])
+def test_models_that_differ_are_an_error(how):
+    for error in processes.run(2, peer_runs.refused, how):
+        assert error.startswith("the ranks' models differ: rank ") and "Make the same model on all of them" in error
+
+
+def test_a_forked_process_reads_what_was_streamed():
+    assert processes.run(2, peer_runs.read_in_a_fork) == [0, 0]
+
+
+KEEP = """
+import resource, torch
+from sp_lightning.ranks.shared_slabs import SharedSlabs, made_file
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, {most}))
+slabs = SharedSlabs(made_file(), True)
+print(len([slabs.keep(torch.ones(4)) for _ in range(100)]))
+"""
+
+
+@pytest.mark.parametrize("most, said", [(1024, "100"), (64, "raise the hard limit (ulimit -Hn)")])
+def test_ranks_open_as_many_files_as_they_may(most, said):
+    done = forks.run(KEEP.format(most=most))
+    assert said in (done.stdout or done.stderr).splitlines()[-1], done.stderr

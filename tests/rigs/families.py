@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
-from models import DECODER, ENCODER, TEXT_ENCODER, VOCABULARY, generator, transformer
+from models import VOCABULARY, generator, transformer
 
 BATCH, LENGTH, IMAGE = 2, 8, 32
 
@@ -217,11 +217,26 @@ class UNet(nn.Module):
 
 # --- transformers
 
-BIG = {**DECODER, "max_position_embeddings": 64, "pad_token_id": 0}
+SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+ENCODER = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4}
+TEXT_ENCODER = {**ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 16}
+VISION = {**ENCODER, "image_size": IMAGE, "patch_size": 8}
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 4, **SPECIAL_TOKENS}
+T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 56, "num_layers": 3, "num_heads": 4}
+BIG = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    **SPECIAL_TOKENS,
+}
 GPT_LIKE = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 3, "state_size": 4, "use_mambapy": False}
-VISION = {**ENCODER, "image_size": IMAGE, "patch_size": 8}
 SEQ2SEQ = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
@@ -271,6 +286,12 @@ def blip2() -> nn.Module:
     return Blip2ForConditionalGeneration(config)
 
 
+def clip() -> nn.Module:
+    text = {**TEXT_ENCODER, **SPECIAL_TOKENS}
+    settings = {"text_config": text, "vision_config": VISION, "projection_dim": 16}
+    return transformer("CLIPModel", "CLIPConfig", **settings)()
+
+
 def detr() -> nn.Module:
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
@@ -296,7 +317,7 @@ def language_models() -> Iterator[tuple[str, str, str, str, dict[str, Any]]]:
     yield "gemma3", "Gemma3ForCausalLM", "Gemma3TextConfig", "local and global rotary buffers", {**BIG, "head_dim": 8}
     yield "phi", "PhiForCausalLM", "PhiConfig", "attention beside MLP", BIG
     yield "phi3", "Phi3ForCausalLM", "Phi3Config", "fused projections", BIG
-    yield "gpt2", "GPT2LMHeadModel", "GPT2Config", "tied head, transposed weights", models.GPT2
+    yield "gpt2", "GPT2LMHeadModel", "GPT2Config", "tied head, transposed weights", GPT2
     yield "gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", "partly rotary", {**GPT_LIKE, "intermediate_size": 48}
     opt = {**GPT_LIKE, "ffn_dim": 48, "max_position_embeddings": 32, "word_embed_proj_dim": 32}
     yield "opt", "OPTForCausalLM", "OPTConfig", "tied head, learned positions", opt
@@ -327,7 +348,7 @@ def language_models() -> Iterator[tuple[str, str, str, str, dict[str, Any]]]:
 
 
 def encoder_decoders() -> Iterator[tuple[str, str, str, str, dict[str, Any]]]:
-    t5 = {**models.T5, "decoder_start_token_id": 0}
+    t5 = {**T5, "decoder_start_token_id": 0}
     yield "t5", "T5ForConditionalGeneration", "T5Config", "tied embeddings, shared relative positions", t5
     bart = {**SEQ2SEQ, "max_position_embeddings": 32}
     yield "bart", "BartForConditionalGeneration", "BartConfig", "tied embeddings, cross-attention", bart
@@ -377,7 +398,7 @@ def transformers_families() -> Iterator[Family]:
     yield family(
         "convnext", transformer("ConvNextForImageClassification", "ConvNextConfig", **convnext), picture, "layer scale"
     )
-    yield family("clip", models.tiny_clip, picture_and_text, "two towers")
+    yield family("clip", clip, picture_and_text, "two towers")
     siglip = {"text_config": {**TEXT_ENCODER, "projection_size": 32}, "vision_config": VISION}
     yield family(
         "siglip",
@@ -435,15 +456,15 @@ def torchvision_families() -> Iterator[Family]:
 
         return make
 
-    yield family("tv_resnet", models.torchvision_resnet, "batch norm")
+    yield family("tv_resnet", resnet, "batch norm")
     yield family("tv_regnet", regnet, "squeeze and excitation")
     yield family("tv_efficientnet", efficientnet, "stochastic depth, batch norm")
     yield family(
         "tv_densenet", built("densenet.DenseNet", 4, (2, 2), 8, num_classes=5), "every layer reads all before it"
     )
     yield family("tv_convnext", convnext, "layer scale as a raw parameter")
-    yield family("tv_vit", models.torchvision_vision_transformer, "MultiheadAttention")
-    yield family("tv_swin", models.torchvision_swin, "relative-position biases")
+    yield family("tv_vit", vision_transformer, "MultiheadAttention")
+    yield family("tv_swin", swin, "relative-position biases")
     yield family(
         "tv_maxvit",
         built("maxvit.MaxVit", (64, 64), 8, 2, [8, 16], [1, 1], 4, 0.1, num_classes=5),
@@ -458,6 +479,30 @@ def torchvision_families() -> Iterator[Family]:
     yield family("tv_faster_rcnn", faster_rcnn, "feature pyramid, shared heads", boxed_pictures)
     yield family("tv_raft", raft, "one update block visited again and again", two_pictures)
     yield family("tv_video", video, "3-D convolutions", positional((3, 4, 16, 16)))
+
+
+def resnet() -> nn.Module:
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    net = ResNet(BasicBlock, [2, 2, 1, 1], num_classes=5)
+    net.inplanes = 128  # of layer2; without its 256 and 512 channels, 30 million bytes less are trained
+    net.layer3, net.layer4 = (net._make_layer(BasicBlock, 64, 1, stride=2) for _ in range(2))
+    net.fc = nn.Linear(64, 5)
+    return net
+
+
+def vision_transformer() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    net = VisionTransformer(IMAGE, 8, 3, 2, 32, 56, dropout=0.1, num_classes=5)
+    nn.init.normal_(net.heads.head.weight, std=0.1)  # torchvision starts it at zero, and no gradient would pass
+    return net
+
+
+def swin() -> nn.Module:
+    from torchvision.models import SwinTransformer
+
+    return SwinTransformer([4, 4], 16, [2, 2], [2, 4], [4, 4], stochastic_depth_prob=0.4, num_classes=5)
 
 
 def regnet() -> nn.Module:

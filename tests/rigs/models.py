@@ -2,8 +2,8 @@
 
 `ZOO` maps names to `Case`s. A case builds its net on the CPU and brings its batches, its loss and its predictions, so
 that a test can train any of them without knowing it. `ZooModule` is the LightningModule around a case and `loader` its
-data. Nets are ordinary: parameters are registered normally and nothing in them knows how they will be run. transformers
-and torchvision are imported only when one of their models is built.
+data. Nets are ordinary: parameters are registered normally and nothing in them knows how they will be run. Models of
+libraries are in families.py.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Case:
         loss: Runs the net on a batch and returns a scalar.
         predict: What predict_step returns for a batch.
         units: What to pass as the strategy's `units`.
-        tags: "transformers" and "torchvision": what must be installed. "autocast": trains under bf16 autocast.
-            "random": forward draws random numbers. "writes": forward writes into the net's own weights.
+        tags: The library that must be installed. "random": forward draws random numbers. "writes": forward writes into
+            the net's own weights.
     """
 
     name: str
@@ -150,15 +150,6 @@ def tokens(index: int) -> dict[str, Tensor]:
     return {"input_ids": identifiers, "labels": identifiers}
 
 
-def labelled_pixels(index: int) -> dict[str, Tensor]:
-    pixels, labels = images(index)
-    return {"pixel_values": pixels, "labels": labels}
-
-
-def captioned_pixels(index: int) -> dict[str, Tensor]:
-    return {"pixel_values": images(index)[0], "input_ids": tokens(index)["input_ids"]}
-
-
 def described_vectors(index: int) -> dict[str, Any]:
     inputs, labels = vectors(index)
     shift = torch.randn(WIDTH, generator=generator(index))
@@ -208,23 +199,6 @@ def penalised_classification(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Te
     scores = net(inputs)
     slope = torch.autograd.grad(scores.sum(), inputs, create_graph=True)[0]
     return F.cross_entropy(scores, batch[1]) + 0.1 * (slope.norm(dim=-1) - 1).square().mean()
-
-
-def transformers_loss(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return net(**batch).loss
-
-
-def transformers_logits(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return net(**batch).logits
-
-
-def contrastive_loss(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return net(**batch, return_loss=True).loss
-
-
-def contrastive_logits(net: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    output = net(**batch)
-    return {"image": output.logits_per_image, "text": output.logits_per_text}
 
 
 # --- The ordinary net, of which most others change one thing.
@@ -715,7 +689,7 @@ class EncoderNet(nn.Module):
         return self.head(self.encoder(self.stem(x)).mean(dim=1))
 
 
-# --- Models of transformers and torchvision, with random weights.
+# --- Models of transformers, with random weights.
 
 
 def transformer(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
@@ -727,65 +701,6 @@ def transformer(model: str, config: str, **settings: Any) -> Callable[[], nn.Mod
     return make
 
 
-SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
-DECODER = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-    **SPECIAL_TOKENS,
-}
-ENCODER = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4}
-TEXT_ENCODER = {**ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 16}
-VISION_ENCODER = {**ENCODER, "image_size": IMAGE, "patch_size": 8}
-GPT2 = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 4, **SPECIAL_TOKENS}
-T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 56, "num_layers": 3, "num_heads": 4}
-
-
-def checkpointing_llama(use_reentrant: bool) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        net = transformer("LlamaForCausalLM", "LlamaConfig", **DECODER, use_cache=False)()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers 5 renames it, and still serves both names
-            net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        return net
-
-    return make
-
-
-def tiny_clip() -> nn.Module:
-    text = {**TEXT_ENCODER, **SPECIAL_TOKENS}
-    settings = {"text_config": text, "vision_config": VISION_ENCODER, "projection_dim": 16}
-    return transformer("CLIPModel", "CLIPConfig", **settings)()
-
-
-def torchvision_resnet() -> nn.Module:
-    from torchvision.models.resnet import BasicBlock, ResNet
-
-    net = ResNet(BasicBlock, [2, 2, 1, 1], num_classes=CLASSES)
-    net.inplanes = 128  # of layer2; without its 256 and 512 channels, 30 million bytes less are trained
-    net.layer3, net.layer4 = (net._make_layer(BasicBlock, 64, 1, stride=2) for _ in range(2))
-    net.fc = nn.Linear(64, CLASSES)
-    return net
-
-
-def torchvision_vision_transformer() -> nn.Module:
-    from torchvision.models import VisionTransformer
-
-    net = VisionTransformer(IMAGE, 8, 3, 2, 32, 56, dropout=0.1, num_classes=CLASSES)
-    nn.init.normal_(net.heads.head.weight, std=0.1)  # torchvision starts it at zero, and no gradient would pass
-    return net
-
-
-def torchvision_swin() -> nn.Module:
-    from torchvision.models import SwinTransformer
-
-    return SwinTransformer([4, 4], 16, [2, 2], [2, 4], [4, 4], stochastic_depth_prob=0.4, num_classes=CLASSES)
-
-
 # --- The zoo.
 
 
@@ -794,10 +709,10 @@ def traits() -> Iterator[Case]:
 
     def vector_case(name: str, make: Callable[[], nn.Module], *tags: str, **changes: Any) -> Case:
         given = {"batch": vectors, "loss": classification, "predict": first_output}
-        return Case(name, make, **{**given, **changes}, tags=frozenset(("autocast", *tags)))
+        return Case(name, make, **{**given, **changes}, tags=frozenset(tags))
 
     def token_case(name: str, make: Callable[[], nn.Module], *tags: str) -> Case:
-        return Case(name, make, tokens, next_token, token_scores, tags=frozenset(("autocast", *tags)))
+        return Case(name, make, tokens, next_token, token_scores, tags=frozenset(tags))
 
     yield vector_case("mlp", stack_of(Block))
     yield token_case("tied_embedding", lambda: TokenStack(tied=True))
@@ -843,38 +758,4 @@ def traits() -> Iterator[Case]:
     yield vector_case("gradient_penalty", stack_of(Block), loss=penalised_classification)
 
 
-def transformers_models() -> Iterator[Case]:
-    def named(name: str, make: Callable[[], nn.Module], batch: Callable[[int], Any] = tokens, *tags: str) -> Case:
-        tags = ("transformers", "autocast", *tags)
-        return Case(name, make, batch, transformers_loss, transformers_logits, tags=frozenset(tags))
-
-    yield named("llama", transformer("LlamaForCausalLM", "LlamaConfig", **DECODER))
-    yield named("llama_checkpoint", checkpointing_llama(use_reentrant=False))
-    yield named("llama_checkpoint_reentrant", checkpointing_llama(use_reentrant=True))
-    yield named("gpt2", transformer("GPT2LMHeadModel", "GPT2Config", **GPT2), tokens, "random")
-    t5 = transformer("T5ForConditionalGeneration", "T5Config", **T5, decoder_start_token_id=0)
-    yield named("t5", t5, tokens, "random")
-    experts = {"num_local_experts": 4, "experts_implementation": "eager"}
-    yield named("mixtral", transformer("MixtralForCausalLM", "MixtralConfig", **DECODER, **experts))
-    yield named("bert", transformer("BertForMaskedLM", "BertConfig", **TEXT_ENCODER), tokens, "random")
-    albert = {**TEXT_ENCODER, "num_hidden_layers": 4, "embedding_size": 16}
-    yield named("albert", transformer("AlbertForMaskedLM", "AlbertConfig", **albert))
-    vit = transformer("ViTForImageClassification", "ViTConfig", **VISION_ENCODER, num_labels=CLASSES)
-    yield named("vit", vit, labelled_pixels)
-    tags = frozenset(("transformers", "autocast"))
-    yield Case("clip", tiny_clip, captioned_pixels, contrastive_loss, contrastive_logits, tags=tags)
-
-
-def torchvision_models() -> Iterator[Case]:
-    def named(name: str, make: Callable[[], nn.Module], *tags: str) -> Case:
-        tags = ("torchvision", "autocast", *tags)
-        return Case(name, make, images, classification, first_output, tags=frozenset(tags))
-
-    yield named("torchvision_resnet", torchvision_resnet)
-    yield named("torchvision_vit", torchvision_vision_transformer, "random")
-    yield named("torchvision_swin", torchvision_swin, "random")
-
-
-ZOO: dict[str, Case] = {
-    case.name: case for source in (traits, transformers_models, torchvision_models) for case in source()
-}
+ZOO: dict[str, Case] = {case.name: case for case in traits()}

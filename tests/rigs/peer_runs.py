@@ -20,6 +20,7 @@ import in_files
 import simccl
 import torch
 import torch.distributed as dist
+from program_doors import Own
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
@@ -116,22 +117,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
     "foreach": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
-    "own": lambda params: Halving(params, {"lr": 0.1}),
+    "own": Own,
 }
 SKIPPED = [(), (1,), ("extra",), (0, 3), (2, "extra")]
-
-
-class Halving(torch.optim.Optimizer):
-    """An optimizer of the user's own, with state."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    mean = self.state[param].setdefault("mean", torch.zeros_like(param))
-                    mean.lerp_(param.grad, 0.5)
-                    param.add_(mean, alpha=-group["lr"])
 
 
 class Case(NamedTuple):
@@ -159,6 +147,25 @@ def begin_group(device: str) -> Any:
     return dist.group.WORLD
 
 
+def placed(
+    model: nn.Module,
+    streamed: bool,
+    stack: contextlib.ExitStack,
+    device: str = "cpu",
+    machines: int = 1,
+    **options: Any,
+) -> tuple[Any, Callable[[], Any]]:
+    """Stream a model over all ranks, or wrap it by DDP; return what calls it, and `no_sync`."""
+    group = begin_group(device)
+    if streamed:
+        handle = stack.enter_context(stream(model, device, group=group, units=blocks_of, **options))
+        return model, handle.no_sync
+    called = DistributedDataParallel(model.to(device), find_unused_parameters=True)
+    if (size := group.size()) > 2:
+        called.register_comm_hook(None if machines == 1 else size // machines, sp_lightning.tree_hook)
+    return called, called.no_sync
+
+
 def run(case: Case, streamed: bool) -> dict[str, Any]:
     """Train on this rank, and return losses, norms, weights and state."""
     group = begin_group(case.device)
@@ -167,14 +174,10 @@ def run(case: Case, streamed: bool) -> dict[str, Any]:
     model = NETS[case.net]()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, GROUP_RANK=str(rank * case.machines // size)))
-        if streamed:
-            handle = stack.enter_context(stream(model, case.device, group=group, units=blocks_of, **case.options))
-            called, no_sync = torch.compile(model, backend="eager") if case.compiled else model, handle.no_sync
-        else:
-            called = DistributedDataParallel(model.to(case.device), find_unused_parameters=True)
-            no_sync = called.no_sync
-            if size > 2:
-                called.register_comm_hook(None if case.machines == 1 else size // case.machines, sp_lightning.tree_hook)
+        options = case.options if streamed else {}
+        called, no_sync = placed(model, streamed, stack, case.device, case.machines, **options)
+        if streamed and case.compiled:
+            called = torch.compile(model, backend="eager")
         optimizer = OPTIMIZERS[case.optimizer]([p for p in model.parameters() if p.requires_grad])
         scaler = torch.amp.GradScaler("cpu", enabled=case.scaled)
         losses, norms = [], []
@@ -229,40 +232,153 @@ def differences(case: Case) -> list[str]:
     return found
 
 
-def all_differences(cases: list[Case]) -> list[list[str]]:
-    """Say of each case what differs."""
-    return [differences(case) for case in cases]
+# ---- programs
 
 
-def kept(touch: str) -> list[int]:
-    """Keep the first batch's gradients, or state; say which of what is seen later differs from DDP, by number."""
-    group, runs = begin_group("cpu"), []
-    for streamed in (False, True):
+class Rank:
+    """A model that is trained on this rank, under DDP or streamed, and what was seen of it."""
+
+    def __init__(self, streamed: bool, stack: contextlib.ExitStack) -> None:
         torch.manual_seed(0)
-        model, seen, gradients = Language(), [], []
-        handle: Any = stream(model, "cpu", group=group, units=blocks_of) if streamed else contextlib.nullcontext()
-        called = model if streamed else DistributedDataParallel(model)
-        with handle:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            for step in range(4):
-                if touch == "state" and step == 1:
-                    state = dict(optimizer.state)
-                    optimizer.state.clear()
-                if touch == "state" and step == 3:
-                    optimizer.state.update(state)
-                called(model.data(torch.Generator().manual_seed(10 * step + group.rank()))).backward()
-                if not step:
-                    gradients = [param.grad for param in model.parameters()]
-                    if touch == "read":
-                        seen += [gradient.sum() for gradient in gradients]
-                if step == 2 and touch == "write":
-                    for gradient in gradients:
-                        gradient.mul_(0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-                seen += [gradient.clone() for gradient in gradients]
-            runs.append([*seen, *(param.detach().clone() for param in model.parameters())])
-    return [number for number, pair in enumerate(zip(*runs, strict=True)) if not torch.equal(*pair)]
+        self.model, self.seen, self.number = Language(), list[Any](), begin_group("cpu").rank()
+        self.called, self.no_sync = placed(self.model, streamed, stack)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+
+    def data(self, step: int) -> Tensor:
+        """Draw this rank's data."""
+        return self.model.data(torch.Generator().manual_seed(100 * step + self.number))
+
+    def backward(self, step: int, skipped: tuple[int, ...] = ()) -> None:
+        """Run forward and backward."""
+        self.called(self.data(step), skipped).backward()
+
+    def gradients(self) -> list[Any]:
+        """List the gradients of all parameters."""
+        return [param.grad for param in self.model.parameters()]
+
+    def step(self, **kwargs: bool) -> None:
+        """Take a step, and zero the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(**kwargs)
+
+
+def kept_views(run: Rank) -> None:
+    """Keep views of gradients, of which the next backward makes new ones."""
+    views: list[Callable[[Tensor], Tensor]] = [Tensor.detach, lambda grad: grad.view(-1), lambda grad: grad[0]]
+    for step, view in enumerate([*views, lambda grad: grad]):
+        run.backward(step)
+        run.seen += map(view, run.gradients())
+        run.step()
+
+
+def kept_and_written(run: Rank) -> None:
+    """Write to the gradients of the first batch."""
+    run.backward(0)
+    grads = run.gradients()
+    run.step()
+    for step in range(1, 4):
+        run.backward(step)
+        for grad in grads:
+            grad.mul_(0.5)
+        run.step()
+        run.seen += [grad.clone() for grad in grads]
+
+
+def kept_list(run: Rank) -> None:
+    """Scale gradients through a list that was made once."""
+    run.backward(0)
+    grads = run.gradients()
+    for step in range(1, 4):
+        for grad in grads:
+            grad.mul_(0.5)
+        run.seen += [grad.sum() for grad in grads]
+        run.step(set_to_none=False)
+        run.backward(step)
+
+
+def kept_list_of_an_accumulation(run: Rank) -> None:
+    """Scale gradients through a list that was made before the exchange."""
+    for step in range(3):
+        with run.no_sync():
+            run.backward(step)
+        grads = run.gradients()
+        run.backward(step + 10)
+        for grad in grads:
+            grad.mul_(0.5)
+        run.step()
+
+
+def reset_state(run: Rank) -> None:
+    """Write to the state of a weight that is not stepped, beside one that is."""
+    bias = run.model.blocks[0].up.bias
+    for step in range(3):
+        run.backward(step, (1,) * (step > 0))
+        if step:
+            run.optimizer.state[bias]["momentum_buffer"].zero_()
+            bias.grad = None
+        run.step()
+        run.seen += [state["momentum_buffer"].clone() for state in run.optimizer.state.values()]
+
+
+def taken_state(run: Rank) -> None:
+    """Take the state out of the optimizer, and give it back."""
+    state: dict[Any, Any] = {}
+    for step in range(4):
+        if step == 1:
+            state.update(run.optimizer.state)
+            run.optimizer.state.clear()
+        if step == 3:
+            run.optimizer.state.update(state)
+        run.backward(step)
+        run.step()
+
+
+def skipped_in_an_accumulation(run: Rank) -> None:
+    """Skip a block on all ranks in the second of two backwards that exchange."""
+    for step in range(3):
+        run.backward(step)
+        run.backward(step + 10, (1,))
+        run.seen += [grad.clone() for grad in run.gradients() if grad is not None]
+        run.step()
+
+
+def other_orders(run: Rank) -> None:
+    """Visit blocks in another order than other ranks, and evaluate more often."""
+    blocks = run.model.blocks
+    for step in range(3):
+        if run.number:  # both are alike, so one is the other's place
+            blocks[1], blocks[2] = blocks[2], blocks[1]
+        with torch.no_grad():
+            run.seen += [run.model(run.data(step)) for _ in range(2 * run.number + (step == 1))]
+        run.backward(step)
+        run.step()
+
+
+PROGRAMS: dict[str, Callable[[Rank], None]] = {
+    program.__name__: program
+    for program in (
+        kept_views,
+        kept_and_written,
+        kept_list,
+        kept_list_of_an_accumulation,
+        reset_state,
+        taken_state,
+        skipped_in_an_accumulation,
+        other_orders,
+    )
+}
+
+
+def differ(name: str) -> list[str]:
+    """Run a program under DDP and streamed; return what differs on this rank."""
+    found = []
+    for streamed in (False, True):
+        with contextlib.ExitStack() as stack:
+            run = Rank(streamed, stack)
+            PROGRAMS[name](run)
+            run.seen += run.model.state_dict().values()
+            found.append([tensor.detach().clone() for tensor in run.seen])
+    return [f"{name}: {index}" for index, pair in enumerate(zip(*found, strict=True)) if not torch.equal(*pair)]
 
 
 # ---- ends
@@ -298,36 +414,6 @@ def end(how: str, folder: str) -> None:
         pass
     assert not [name for name in os.listdir("/dev/shm") if "superpipeline" in name]
     assert not [one for one in threading.enumerate() if one.name in ("superpipeline-board", "superpipeline-watch")]
-
-
-def differ_in_order(steps: int) -> list[str]:
-    """Visit units in other orders than other ranks, evaluate alone, and validate unevenly; compare with DDP."""
-    group = begin_group("cpu")
-    found = []
-    for streamed in (False, True):
-        torch.manual_seed(0)
-        model = Language()
-        called: Any = model
-        handle: Any = contextlib.nullcontext()
-        if streamed:
-            handle = stream(model, "cpu", group=group, units=blocks_of)
-        else:
-            called = DistributedDataParallel(model, find_unused_parameters=True)
-        with handle:
-            optimizer = OPTIMIZERS["sgd"](model.parameters())
-            losses = []
-            for step in range(steps):
-                data = model.data(torch.Generator().manual_seed(10 * step + group.rank()))
-                if group.rank():  # in another order; both are alike, so one is the other's place
-                    model.blocks[1], model.blocks[2] = model.blocks[2], model.blocks[1]
-                with torch.no_grad():
-                    losses += [model(data).item() for _ in range(group.rank() * 2 + (step == 1))]
-                called(data).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append((losses, {name: value.clone() for name, value in model.state_dict().items()}))
-    (theirs, plain), (ours, mine) = found
-    return [name for name, value in plain.items() if not torch.equal(value, mine[name])] + ["losses"] * (theirs != ours)
 
 
 def fail_in_step(place: str) -> list[str]:
@@ -371,3 +457,35 @@ def add_weights(how: str) -> str:
         except UnsupportedError as error:
             return str(error)
     return ""
+
+
+def refused(how: str) -> str:
+    """Stream models that differ by rank; return the error."""
+    group = begin_group("cpu")
+    model, is_first = Language(), not group.rank()
+    options: dict[str, Any] = {}
+    if how == "frozen on one":
+        model.blocks[1].requires_grad_(is_first)
+    elif how == "wider on one":
+        model.blocks[1].mix = nn.Linear(DIM, DIM, bias=is_first)
+    else:  # in files of one
+        model.requires_grad_(False)
+        model.blocks[0].requires_grad_(True)
+        options = {"host_budget": "0B"}
+        if is_first:
+            in_files.put(model, tempfile.mkdtemp(dir=os.getcwd()))
+    try:
+        with stream(model, "cpu", group=group, units=blocks_of, **options):
+            return ""
+    except UnsupportedError as error:
+        return str(error)
+
+
+def read_in_a_fork() -> int:
+    """Read a weight in a forked process, once the stream is closed; return how that process ended."""
+    model = Language()
+    with stream(model, "cpu", group=begin_group("cpu"), units=blocks_of):
+        pass
+    if not (child := os.fork()):
+        os._exit(0 if model.blocks[0].up.weight.sum().isfinite() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

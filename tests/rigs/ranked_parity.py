@@ -15,7 +15,6 @@ import parity
 
 NOT_AS_DDP = {
     "checkpoint_reentrant": "DDP refuses reentrant checkpoints: their weights become ready in several backwards",
-    "llama_checkpoint_reentrant": "as above",
     "max_norm_embedding": "under DDP the ranks drift apart: each rescales the rows that it looks up; we raise an error",
 }
 

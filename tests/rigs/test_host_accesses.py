@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from often import often
 
 import simgpu
 
@@ -174,54 +175,10 @@ def test_memory_that_its_owner_pinned_is_checked():
     assert device.numel() == host.numel() and not simgpu.races()
 
 
-# ---- what it is for
-
-
-@pytest.mark.parametrize("deleted", [None, "gradient", "norm", "state", "order"])
-def test_each_deleted_wait_of_a_step_is_reported(deleted):
-    """Weights and state go up, gradients and their norm come down, and the host steps."""
-    streams = {name: torch.Stream(device=D) for name in ("weights", "state", "gradient", "norm")}
-    slab, state = torch.ones(600).pin_memory(), torch.ones(600).pin_memory()
-    gradient, norm = torch.zeros(600).pin_memory(), torch.zeros(1).pin_memory()
-    weights, state_there = torch.empty(600, device=D), torch.empty(600, device=D)
-    acc.synchronize()
-    compute = acc.current_stream()
-
-    def wait(name):
-        if name != deleted:
-            streams[name].synchronize()
-
-    for _ in range(3):
-        up(state, state_there, streams["state"])
-        streams["weights"].wait_stream(compute)
-        up(slab, weights, streams["weights"])
-        compute.wait_stream(streams["weights"])
-        made = weights * 2
-        total = made.sum().reshape(1)
-        for name, source, target in [("gradient", made, gradient), ("norm", total, norm)]:
-            if deleted != "order":
-                streams[name].wait_stream(compute)
-            with streams[name]:
-                target.copy_(source, non_blocking=True)
-            source.record_stream(streams[name])
-        wait("norm")
-        factor = 1 / (1 + norm.abs())
-        wait("gradient")
-        slab.sub_(gradient * factor, alpha=0.1)
-        wait("state")
-        state.mul_(0.9)
-    found = simgpu.races()
-    assert bool(found) == (deleted is not None)
-    expected = {"gradient": "the host reads memory that copy D2H", "norm": "the host reads memory that copy D2H"}
-    expected |= {"state": "the host writes memory that copy H2D", "order": "copy D2H reads on stream"}
-    assert deleted is None or any(expected[deleted] in race for race in found)
-
-
 # ---- any order of events
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", often(range(100), 0, 1, 2))
 def test_exactly_the_unordered_accesses_of_programs_are_reported(seed):
     rnd = random.Random(seed)
     config.h2d_us, config.d2h_us = rnd.choice([(0, 0), (200, 0), (0, 200), (100, 100)])

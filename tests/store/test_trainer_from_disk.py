@@ -53,8 +53,6 @@ def rows():
 @pytest.mark.parametrize("row", list(rows()))
 def test_training_from_a_disk_is_plain_training(row):
     case = models.case(row["case"])
-    for library in case.tags & {"transformers", "torchvision"}:
-        pytest.importorskip(library)
     if "writes" in case.tags:  # a write in a forward is a typed error in these settings, wherever weights are
         row = {**row, "activations": "keep", "precision": "32-true"}
     precision, _, masters = row["precision"].partition(", ")

@@ -37,7 +37,8 @@ class Counting(models.Block):
     """A block that counts its calls in an argument."""
 
     def forward(self, x, seen):
-        count = float(seen[0]) if isinstance(seen, numpy.ndarray) else len(seen)
+        first = seen[0] if not isinstance(seen, set) and len(seen) else None
+        count = float(first) if isinstance(first, (torch.Tensor, numpy.float64)) else len(seen)
         if isinstance(seen, numpy.ndarray):
             seen += 1
         elif isinstance(seen, set):
@@ -69,11 +70,11 @@ def test_an_argument_that_forward_changes_is_put_back(kind, activations, device)
 
 
 @pytest.mark.parametrize("kind", [list, collections.deque])
-def test_a_write_to_a_tensor_in_an_argument_is_an_error(kind, device):
+def test_a_tensor_in_an_argument_that_forward_writes_is_put_back(kind, device):
     net = nn.ModuleList(Counting() for _ in range(3))
+    plain = counted(copy.deepcopy(net).to(device), kind([torch.zeros(1, device=device)]), device)
     with streamed(net, device, window=1, activations="recompute", units=["Counting"]):
-        with pytest.raises(ExactnessError, match="wrote in place to a tensor inside of one of its arguments"):
-            counted(net, kind([torch.zeros(1)]), device)
+        assert all(map(torch.equal, counted(net, kind([torch.zeros(1, device=device)]), device), plain))
 
 
 FROZEN = {

@@ -41,7 +41,7 @@ def added(handle, run):
     before = handle.stats()
     run()
     after = handle.stats()
-    return {name: after[name] - before[name] for name in ("fetches", "bytes_up", "bytes_down", "bytes_written_back")}
+    return {name: after[name] - before[name] for name in ("fetches", "bytes_up", "bytes_down")}
 
 
 def blocks_of(handle):
