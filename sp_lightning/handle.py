@@ -99,14 +99,14 @@ class Handle:
         self._kind_of_rest: type[Unit] = HeldUnit if options.master_weights else ResidentUnit
         entries: dict[nn.Module, Unit] = {}  # by the modules that need the whole unit
         visit = functools.partial(Visit, window=self.window, outermost=self._outermost, compiles=options.compile_units)
-        self._visits = Visits(module, entries, visit)
+        self.visits = Visits(module, entries, visit)
         try:
             self._make_units(entries)
             self._start_units(makes_trips)
             self._notice_changes()
             move_buffers(module, self.device.torch_device)
             self.team.share_buffers(module)
-            self._visits.attach(self.units)
+            self.visits.attach(self.units)
         except BaseException as error:
             self.close()
             if cut.chosen and isinstance(error, torch.OutOfMemoryError):
@@ -321,7 +321,7 @@ class Handle:
         is_first = called.module is self.module or self.steps.has_stepped or is_again
         if is_first:
             self.steps.has_stepped, self._first_called = False, called
-            self._visits.retake_slots()
+            self.visits.retake_slots()
         if self.is_new and not any(unit.bound for unit in self.units):  # some are in a call of another stream's root
             self._place_new()
             self.is_new = False
@@ -362,7 +362,7 @@ class Handle:
         if named:
             self._connect(self._add_unit(self._kind_of_rest, "(added)", named))
         move_buffers(self.module, self.device.torch_device)
-        self._visits.attach(self.units)
+        self.visits.attach(self.units)
 
     def finish_step(self) -> None:
         """Wait for all pending optimizer steps."""
@@ -396,7 +396,7 @@ class Handle:
             ends.callback(self.steps.close)
             for unit in self.units:
                 ends.callback(unit.wait_step)
-            ends.callback(self._visits.close)
+            ends.callback(self.visits.close)
             ends.callback(self._process_wide.close)
             ends.callback(recover)
 

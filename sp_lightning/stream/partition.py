@@ -11,7 +11,7 @@ on the device.
 - Stages: a stage is a block made of repeated blocks, and then these are the units: a container of blocks, or a block
   of over an eighth of the model of which repeated blocks are three quarters. Small expert models are cut into experts.
 - Large modules: the typical unit is the block that contains the median byte, but at least 1/64 of the model. A module
-  larger than both four typical units and an eighth of the model, or larger than `max_bytes`, is cut into its children.
+  larger than both four typical units and an eighth of the model is cut into its children.
 - Uncut modules: torch.nn's own except its containers, because MultiheadAttention and TransformerEncoderLayer read their
   children's weights; a module that itself owns over an eighth of its bytes, because these could not travel without it;
   and one that would give a single piece. A root that may not be cut is resident as a whole.
@@ -80,7 +80,7 @@ class FoundUnit:
         return frozenset(id(part) for whole in self.wholes for _, part in whole.parts)
 
 
-def partition(root: nn.Module, units: UnitSpec = "auto", *, max_bytes: int | None = None) -> list[FoundUnit]:
+def partition(root: nn.Module, units: UnitSpec = "auto") -> list[FoundUnit]:
     """Cut `root` into units: every parameter is in exactly one, in registration order, the resident rest last.
 
     Reads names and sizes only, so it works on the meta device too. A module without parameters gives no units.
@@ -89,14 +89,12 @@ def partition(root: nn.Module, units: UnitSpec = "auto", *, max_bytes: int | Non
         root: Never a unit itself; its parameters outside of every unit are resident.
         units: "auto", class names (of nested matches the outermost is the unit), or a callable that gets `root` and
             returns modules inside it.
-        max_bytes: Cut larger modules, where they can be cut. Only "auto" cuts; modules chosen by name or callable stay
-            whole.
     """
     tree = _Tree(root)
     if not tree.nbytes[root]:
         return []
     if units == "auto":
-        pieces = _Auto(tree, max_bytes).pieces()
+        pieces = _Auto(tree).pieces()
     elif callable(units):
         pieces = _chosen_pieces(tree, _chosen_by(tree, units))
     else:
@@ -249,7 +247,7 @@ def _unit(tree: _Tree, index: int, name: str, roots: Iterable[nn.Module], inside
 class _Auto:
     """The automatic cut of one module tree: its blocks, its stages, the typical unit's size, and the pieces."""
 
-    def __init__(self, tree: _Tree, max_bytes: int | None) -> None:
+    def __init__(self, tree: _Tree) -> None:
         self.tree = tree
         self.total = tree.nbytes[tree.root]
         self.repeated = {element for module in tree.names for element in self._repeated_elements(module)}
@@ -258,8 +256,7 @@ class _Auto:
         self.unit_blocks = (self.declared | self.blocks) - self._stages()  # units, unless they are too large
         block_bytes = [tree.nbytes[block] for block in tree.outermost(tree.root, self.unit_blocks)]
         self.typical = max(_median_byte_size(block_bytes), self.total // 64)
-        self.limit = max(4 * self.typical, self.total // 8) if max_bytes is None else max_bytes
-        self.typical = min(self.typical, self.limit)
+        self.limit = max(4 * self.typical, self.total // 8)
 
     def pieces(self) -> list[_Piece]:
         """Cut the tree into the pieces that travel: small neighbours are joined, resident pieces are left out."""

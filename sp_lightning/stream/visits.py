@@ -161,7 +161,7 @@ class Visits:
     """The visits of a module and of the modules inside it."""
 
     def __init__(self, module: nn.Module, entries: Mapping[nn.Module, Unit], make: Callable[..., Visit]) -> None:
-        self._module, self._entries, self._make = module, entries, make
+        self._module, self.entries, self._make = module, entries, make
         self._visits: dict[nn.Module, Visit] = {}
 
     def attach(self, units: Sequence[Unit]) -> None:
@@ -169,7 +169,7 @@ class Visits:
         owner = {id(weight.host): unit for unit in units for weight in unit.weights}
         owner |= {id(whole.host): unit for unit in units for whole in unit.wholes}
         held = [unit for unit in units if unit.is_held]
-        in_entries = {module for root in self._entries for module in root.modules()}
+        in_entries = {module for root in self.entries for module in root.modules()}
 
         def owners(params: Iterable[nn.Parameter | None]) -> list[Unit]:
             """List the units of parameters."""
@@ -178,7 +178,7 @@ class Visits:
         for name, module in self._module.named_modules():
             own = owners(module.parameters() if isinstance(module, FUSED) else module._parameters.values())
             asked = owners(module.layers[:1].parameters()) if isinstance(module, nn.TransformerEncoder) else []
-            entry = [self._entries[module]] if module in self._entries else []
+            entry = [self.entries[module]] if module in self.entries else []
             used = list(dict.fromkeys([*entry, *own, *(held if module not in in_entries else ())]))
             if module not in self._visits and (used or asked or module is self._module):
                 self._visits[module] = self._make(module, name or type(module).__name__, bool(entry))

@@ -81,13 +81,8 @@ class WholeWeight:
     def __init__(self, whole: Whole, slots: list[Slot], parts: list[Weight], device: torch.device) -> None:
         self.name, self.host = whole.name, whole.parameter
         self._form, self._parts, self._device = whole.form, parts, device
-        self._slots = slots
+        self._slots, self.unit = slots, parts[0].unit
         self._there: Any = None  # the weight on the device, while the modules have it
-
-    @property
-    def unit(self) -> Any:
-        """The unit of its parts."""
-        return self._parts[0].unit
 
     def on_device(self) -> Any:
         """Load the unit, and return the weight made of its parts on the device; a kept result keeps their memory."""

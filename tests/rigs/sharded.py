@@ -512,7 +512,7 @@ def units_where_one_rank_has_nothing() -> list[Any]:
     mesh, _, device = begin(False)
     with sp_lightning.stream(unevenly(mesh, 1), device) as handle:
         places = {module: name for name, module in handle.module.named_modules()}
-        roots = [(unit, places[module]) for module, unit in handle._entries.items()]
+        roots = [(unit, places[module]) for module, unit in handle.visits.entries.items()]
         return [(unit.name, [name for other, name in roots if other is unit]) for unit in handle.units]
 
 
