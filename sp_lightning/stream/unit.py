@@ -386,10 +386,13 @@ class Unit:
                 whole.bind()
 
     def unbind(self) -> None:
+        """Undo a `bind`: functions that get a leaf bring the unit first from here on."""
+        self._set_class(Absent)
+        self.take_back()
+
+    def take_back(self) -> None:
         """Undo one `bind` or `lend`; the last one puts the user's parameters back into the modules."""
         self.bound = max(0, self.bound - 1)  # 0 if binding failed
-        if not self.depth:
-            self._set_class(Absent)
         if not self.bound:
             self._exchange(self._leaves, self._hosts)
             for whole in self.wholes:

@@ -136,7 +136,7 @@ class Window:
     def take_back(self, lent: Sequence[Unit]) -> None:
         """Put the user's parameters back into the modules, after `lend`."""
         for unit in lent:
-            unit.unbind()
+            unit.take_back()
         show_host(self._wholes)
 
     def begin_call(self, units: Sequence[Unit]) -> list[Unit]:
@@ -194,8 +194,9 @@ class Window:
             for index in decision.load:
                 if index in schedule.loaded:  # a load before this one may have found no memory
                     self._load(self._units[index], stream, is_needed=index == unit.index)
-        finally:
+        except BaseException:
             schedule.invalidate(i for i in decision.load if self._units[i].memory.state is Presence.ABSENT)
+            raise
         if decision.load and room.grows:
             room.note_memory(schedule.loaded_nbytes)
 
@@ -211,6 +212,7 @@ class Window:
         except torch.OutOfMemoryError as error:
             self.room.shrink(self.room.window - 1, "the device had no memory for a unit")
             if not is_needed:
+                self._schedule.invalidate([unit.index])
                 return
             idle = [index for index in self._schedule.loaded if index not in self._in_use and index != unit.index]
             for index in self._schedule.invalidate(idle):
