@@ -397,7 +397,7 @@ def test_a_backward_that_fills_the_device_says_what_makes_room(monkeypatch):
 
 @pytest.mark.parametrize("place", ["handle.Room", "handle.Visit"])
 def test_a_failure_while_streaming_begins(place, monkeypatch):
-    def fail(*args):
+    def fail(*args, **settings):
         raise Boom
 
     module, allocated = seeded(), left_on_device()
