@@ -26,7 +26,7 @@ import sp_lightning
 from sp_lightning.host.recorder import KEPT, Recorder
 from sp_lightning.observe.report import RunReport
 
-CALLS = ("begin_pass", "work", "waiting", "idle", "host_waited")  # of a recorder
+CALLS = ("begin_pass", "work", "waiting", "idle")  # of a recorder
 LOG_EVERY = 50  # steps, as Lightning does
 STEPS = 4  # in a round: the recorder reads two steps late
 

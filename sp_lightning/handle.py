@@ -24,7 +24,6 @@ from .handles import KeepFiled, note_new, open_handles
 from .host.device import Device
 from .host.recorder import Recorder
 from .host.room import Room
-from .host.telemetry import Stats
 from .optim.figures import explaining, stats_of
 from .options import Options
 from .ranks.peers import Alone, Peers
@@ -189,7 +188,7 @@ class Handle:
         """Raise HalfAppliedStepError if a step is half applied: weights and state may not be saved then."""
         self.steps.check_applied()
 
-    def stats(self) -> Stats:
+    def stats(self) -> dict[str, Any]:
         """Return figures of the run so far: counts since streaming began, sizes and memory. Nothing waits."""
         return stats_of(self.units, self.window, self.device, self.steps.pending)
 

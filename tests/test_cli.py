@@ -93,15 +93,15 @@ def test_help_lists_the_commands(capsys):
     assert [line.split()[0] for line in listed] == ["fit", "validate", "test", "predict", *OWN]
 
 
-def imported_by(*arguments):
-    """The modules that a process has imported after a command of ours."""
+def imported_by(*arguments, modules=("sp_lightning",)):
+    """The modules that a process, with these to begin with, has imported after a command of ours."""
     code = """
 import atexit, sys
 from sp_lightning.cli import main
 atexit.register(lambda: sys.stderr.write("imported: " + " ".join(sys.modules)))
 main(sys.argv[1:])
 """
-    done = forks.run(code, *arguments)
+    done = forks.run(code, *arguments, modules=modules)
     assert done.returncode == 0, done.stderr
     return {name.split(".")[0] for name in done.stderr.rpartition("imported: ")[2].split()}
 
@@ -112,8 +112,8 @@ def test_help_imports_neither_torch_nor_lightning(arguments):
 
 
 def test_the_doctor_imports_no_lightning():
-    found = imported_by("doctor", "--device", "cpu")
-    assert "torch" in found and not {"lightning", "torchmetrics", "transformers"} & found
+    found = imported_by("doctor", "--device", "cpu", modules=("torch",))
+    assert not {"lightning", "torchmetrics", "transformers"} & found
 
 
 ORDERS = [
@@ -124,16 +124,18 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("imports", often(ORDERS))
+@pytest.mark.slow
+@pytest.mark.parametrize("imports", ORDERS)
 def test_the_strategy_is_registered_in_any_order_of_imports(imports):
     makes = "; print(type(Trainer(strategy='superpipeline', accelerator='cpu', logger=False).strategy).__name__)"
-    done = forks.run(imports + makes)
+    done = forks.run(imports + makes, modules=("torch",))
     assert done.stdout == "SuperpipelineStrategy\n", done.stderr
 
 
 def test_fabric_takes_the_strategy_by_its_name():
     code = "import sp_lightning; from lightning import Fabric; Fabric(strategy='superpipeline', accelerator='cpu')"
-    done = forks.run(code + "; assert 'sp_lightning.lightning.fabric' in __import__('sys').modules")
+    code += "; assert 'sp_lightning.lightning.fabric' in __import__('sys').modules"
+    done = forks.run(code, modules=("torch",))
     assert done.returncode == 0, done.stderr
 
 
@@ -150,15 +152,6 @@ def test_version_is_the_installed_one(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.strip() == importlib.metadata.version("sp-lightning")
-
-
-@pytest.mark.parametrize(
-    "arguments, said", [([], "the following arguments are required: command"), (["train"], "'train' is not a command")]
-)
-def test_a_wrong_command_is_refused_by_name(arguments, said, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    assert said in capsys.readouterr().err
 
 
 def test_a_reader_that_has_read_enough_is_no_error(capfd, monkeypatch):
@@ -203,19 +196,6 @@ def test_yaml_names_the_strategy_or_its_class(strategy, toy, capsys):
     assert "fit with SuperpipelineStrategy" in capsys.readouterr().out
 
 
-def test_the_strategys_arguments_are_checked(toy, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["fit", *toy(BY_CLASS.replace("transfer: 1", "transfer: 3"))])
-    assert "fit: transfer must be at most window (2), got 3\n" in capsys.readouterr().err
-
-
 def test_another_strategy_can_be_named(toy, capsys):
     main(["fit", *toy("\n      strategy: auto\n")])
     assert "fit with SingleDeviceStrategy" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["memory_budget", "host_budget"])
-def test_a_size_without_a_unit_is_refused(name, toy, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["fit", *toy(""), f"--trainer.strategy.{name}=64"])
-    assert re.search(f"{name} must be a size with its unit, .* got '64'", capsys.readouterr().err)

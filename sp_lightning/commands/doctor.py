@@ -46,7 +46,6 @@ def rows(facts: Facts) -> dict[str, str]:
     found = {
         "device": f"{facts.device} ({facts.device_name}), {format_bytes(facts.device_nbytes)}",
         "torch": f"{facts.torch_version}, for {facts.torch_accelerator or 'CPUs'}",
-        "PCIe lanes": ", ".join(f"{used} of {there}" for used, there in facts.lanes) or "not known",
         "page locks": f"{pinned} (ulimit -l: {'unlimited' if limit is None else format_bytes(limit)})",
         "host memory": f"{format_bytes(host.free)} free of {format_bytes(host.total)}, of the {host.limited_by}",
         "threads": f"{facts.threads} on {facts.cores} cores",

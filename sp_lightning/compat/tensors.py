@@ -100,12 +100,8 @@ def is_fully_sharded(module: object) -> bool:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor; wait for a collective that makes it."""
-    return arrived(vars(sys.modules[_DTENSORS].DTensor)["_local_tensor"].__get__(tensor))
-
-
-def arrived(tensor: Any) -> Tensor:
-    """Return a tensor, once a collective that makes it is done."""
-    return tensor.wait() if hasattr(tensor, "trigger_wait") else tensor  # type: ignore[no-any-return]
+    local: Any = vars(sys.modules[_DTENSORS].DTensor)["_local_tensor"].__get__(tensor)
+    return local.wait() if hasattr(local, "trigger_wait") else local  # type: ignore[no-any-return]
 
 
 def exchange_shards(one: Tensor, other: Tensor) -> None:

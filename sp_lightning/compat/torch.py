@@ -31,8 +31,7 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1: no backwa
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 # Without it two sets of hooks on saved tensors could not be chained: ours, and a checkpoint of the user's.
-_hooks: Any = torch._C._autograd
-top_hooks: Callable[[bool], Any] = _hooks._top_saved_tensors_default_hooks
+top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 # Without it a saved tensor could not be told to lie in a unit's memory on the device.
 storage_id: Callable[[torch.UntypedStorage], int] = torch._C.StorageBase._cdata.__get__  # type: ignore[attr-defined]

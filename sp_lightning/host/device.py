@@ -27,7 +27,7 @@ from . import memory
 from .machine import host_memory, lock_limit
 from .memory import PageLock, Slabs, keep_from_forks
 from .staging import StagingRing
-from .telemetry import NOT_RECORDED, Counters
+from .telemetry import NOT_RECORDED, Lane
 
 log = logging.getLogger(__name__)
 
@@ -94,21 +94,17 @@ class CudaPageLock:
 
     def _lock(self, address: int, nbytes: int) -> None:
         """Register host memory with CUDA on the calling thread."""
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
-            torch.cuda.check_error(_cudart().cudaHostRegister(address, nbytes, self.PORTABLE))
+            torch.cuda.check_error(cudart.cudaHostRegister(address, nbytes, self.PORTABLE))
 
     def unlock(self, address: int) -> None:
         """Unlock host memory once the device has done all its work. Blocks; logs an error instead of raising."""
         try:
             torch.cuda.synchronize(self._device)  # torch does not track this memory: its copies may still run
-            torch.cuda.check_error(_cudart().cudaHostUnregister(address))
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
         except Exception as error:  # the device is unusable by now, and the process about to end
             log.debug("superpipeline: host memory could not be unlocked: %s", error)
-
-
-def _cudart() -> Any:
-    """Return torch's binding of the CUDA or HIP runtime."""
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def page_lock(device: torch.device) -> PageLock | None:
@@ -158,6 +154,25 @@ def _refused(name: str) -> OptionError:
     return OptionError(argument="device", found=name, allowed="one of " + ", ".join(map(repr, available())))
 
 
+class Counters:
+    """Counts since streaming began, and the recorder that is told of each piece of work."""
+
+    def __init__(self) -> None:
+        self.nbytes: collections.Counter[Lane] = collections.Counter()  # that each lane moved
+        self.fetches = self.evictions = self.surprises = 0
+        self.stepped_ahead = self.held_steps = 0
+        self.listener: Any = None  # a recorder (recorder.py) while there is one
+
+    def record(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
+        """Count the bytes that a lane moves, and return a context in which the recorder times the work."""
+        self.nbytes[lane] += nbytes
+        return NOT_RECORDED if self.listener is None else self.listener.work(lane, unit, phase, nbytes)
+
+    def stall(self, cause: str) -> AbstractContextManager[None]:
+        """Return a context in which the recorder times a wait of the host."""
+        return NOT_RECORDED if self.listener is None else self.listener.work("host", stall=cause)
+
+
 class Device:
     """A compute device with a stream for copies up, one for copies down, and the caller's stream for compute."""
 
@@ -170,18 +185,20 @@ class Device:
         self.torch_device = numbered(found)
         self.up, self.down = self.new_stream(), self.new_stream()
         # Returns the stream on which the calling thread launches kernels; called for each gradient, so it is C code.
-        self.current_stream: Callable[[], Any] = functools.partial(torch.accelerator.current_stream, self.torch_device)
-        if self.is_host:
-            self.current_stream = itertools.repeat(IdleStream()).__next__
+        self.current_stream: Callable[[], Any] = (
+            itertools.repeat(IdleStream()).__next__
+            if self.is_host
+            else functools.partial(torch.accelerator.current_stream, self.torch_device)
+        )
         # Whether the calling thread's work is recorded in a graph; asked at each visit.
-        self.is_capturing: Callable[[], bool] = itertools.repeat(False).__next__
-        if found.type == "cuda":
-            self.is_capturing = torch.cuda.is_current_stream_capturing
+        self.is_capturing: Callable[[], bool] = (
+            torch.cuda.is_current_stream_capturing if found.type == "cuda" else itertools.repeat(False).__next__
+        )
         self._host_memory = host_memory
         self._can_lock = not self.is_host and host_memory != "pageable"
         self._refusal = "host_memory='pageable'"  # why memory is not locked
         self.slabs, self._lock = slabs or Slabs(), page_lock(self.torch_device)
-        self._locked_nbytes = self._largest_slab = 0
+        self._locked_nbytes = 0
         self._rings: list[StagingRing] = []  # one to the device, and one to the host
         self.counters = Counters()
 
@@ -208,7 +225,6 @@ class Device:
         After a first refusal no more memory is locked, as each attempt might be refused slowly. Copies of unlocked
         memory go through staging buffers.
         """
-        self._largest_slab = max(self._largest_slab, nbytes)
         if self._can_lock:
             try:
                 flat = self.slabs.locked(nbytes, self._lock)
@@ -244,7 +260,8 @@ class Device:
                 return memory.locked_by_torch(nbytes)
             except RuntimeError as error:
                 self._stop_locking(nbytes, error)
-        return memory.allocate(nbytes)
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def _stop_locking(self, nbytes: int, error: Exception) -> None:
         """Lock no more memory after this refusal; raise HostMemoryError if the user set host_memory='pinned'."""
@@ -263,7 +280,8 @@ class Device:
 
     def empty(self, nbytes: int) -> Tensor:
         """Allocate flat device memory on the current stream."""
-        return memory.allocate(nbytes, self.torch_device)
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def keep_for(self, tensor: Tensor, stream: Any) -> None:
         """Keep the allocator from reusing a tensor's device memory until the work queued on this stream is done."""
@@ -316,33 +334,33 @@ class Device:
     # ---- copies
 
     def send_up(
-        self,
-        target: Tensor,
-        source: Tensor,
-        after: Arrival | None = None,
-        recorded: AbstractContextManager[None] = NOT_RECORDED,
+        self, target: Tensor, source: Tensor, unit: str = "", phase: str = "", after: Arrival | None = None
     ) -> Arrival:
-        """Start a host-to-device copy behind what is on the up stream and the copy ``after``, and return its end."""
-        return self._send(self.up, source, target, source, after, recorded)
+        """Start a host-to-device copy behind what is on the up stream and the copy ``after``, and return its end.
 
-    def send_down(
-        self, target: Tensor, source: Tensor, recorded: AbstractContextManager[None] = NOT_RECORDED
-    ) -> Arrival:
-        """Start a device-to-host copy behind what is on the down stream, and return its end."""
-        return self._send(self.down, target, target, source, None, recorded)
+        The copy is counted, and recorded as one of this unit and phase (`telemetry.Span`).
+        """
+        return self._send("up", self.up, source, target, source, after, unit, phase)
+
+    def send_down(self, target: Tensor, source: Tensor, unit: str = "", phase: str = "") -> Arrival:
+        """Start a device-to-host copy behind what is on the down stream, and return its end. The same holds for it."""
+        return self._send("down", self.down, target, target, source, None, unit, phase)
 
     def _send(
         self,
+        lane: Lane,
         stream: Any,
         host: Tensor,
         target: Tensor,
         source: Tensor,
         after: Arrival | None,
-        recorded: AbstractContextManager[None],
+        unit: str,
+        phase: str,
     ) -> Arrival:
         """Start a copy on a stream, or through a ring if the device would block the caller for this host memory."""
+        recorded = self.counters.record(lane, unit, phase, source.nbytes)
         if not (self.is_host or not host.nbytes or host.is_pinned()):
-            ring = self._staging()[stream is self.down]
+            ring = self._staging()[lane == "down"]
             return ring.copy(stream.record_event(), target, source, recorded, after)
         if after is not None:
             after.wait(stream)
@@ -358,9 +376,8 @@ class Device:
     def _staging(self) -> list[StagingRing]:
         """Return the staging rings, which are made when a copy first needs them."""
         if not self._rings:
-            nbytes = min(STAGING_NBYTES, aligned(max(self._largest_slab, 1)))
             for name in ("up", "down"):
-                buffers = [self._staging_buffer(nbytes) for _ in range(STAGING_COUNT)]
+                buffers = [self._staging_buffer(STAGING_NBYTES) for _ in range(STAGING_COUNT)]
                 self._rings.append(StagingRing(self.new_stream(), buffers, name))
             log.log(
                 logging.INFO if self._host_memory == "pageable" else logging.WARNING,
@@ -368,7 +385,7 @@ class Device:
                 " and one more copy in host memory",
                 self._refusal,
                 STAGING_COUNT,
-                format_bytes(nbytes),
+                format_bytes(STAGING_NBYTES),
             )
         return self._rings
 

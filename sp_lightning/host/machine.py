@@ -65,30 +65,12 @@ def usable_cores() -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def is_wsl2(root: Path = ROOT) -> bool:
-    """Whether this Linux runs inside Windows (WSL2), which gives it half of the computer's memory by default."""
-    version = "".join(_lines(root / "proc/version")).lower()
-    return "microsoft-standard" in version or "wsl2" in version
-
-
 def gpus_by_vendor(root: Path = ROOT) -> dict[str, int]:
     """Count the GPUs that kernel drivers report, by vendor, whether torch can use them or not."""
-    nvidia = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
-    nvidia = nvidia or len(list((root / "dev").glob("nvidia[0-9]*")))
+    nvidia = list((root / "proc/driver/nvidia/gpus").glob("*")) or list((root / "dev").glob("nvidia[0-9]*"))
     nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     amd = sum("".join(_lines(node)).strip() not in ("", "0") for node in nodes)
-    return {vendor: count for vendor, count in (("NVIDIA", nvidia), ("AMD", amd)) if count}
-
-
-def gpu_lanes(root: Path = ROOT) -> list[tuple[int, int]]:
-    """List for each NVIDIA or AMD GPU its PCIe lanes as (in use, maximum), where the system reports them."""
-    found = []
-    for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
-        vendor, kind = ("".join(_lines(folder / name)) for name in ("vendor", "class"))
-        used, there = (_number(folder / f"{name}_link_width") for name in ("current", "max"))
-        if vendor in ("0x10de", "0x1002") and kind.startswith(("0x03", "0x12")) and used and there:
-            found.append((used, there))
-    return found
+    return {vendor: count for vendor, count in (("NVIDIA", len(nvidia)), ("AMD", amd)) if count}
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:

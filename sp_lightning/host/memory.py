@@ -119,13 +119,8 @@ def touch_pages(flat: Tensor, touch: Callable[[Tensor], object]) -> None:
 
 def locked_by_torch(nbytes: int) -> Tensor:
     """Allocate page-locked memory from torch's caching allocator."""
-    return allocate(nbytes, is_locked=True)
-
-
-def allocate(nbytes: int, device: torch.device | str = "cpu", is_locked: bool = False) -> Tensor:
-    """Allocate flat memory from torch's allocator of a device."""
     with torch.inference_mode(False):
-        return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=is_locked)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _unlock(lock: PageLock, mapping: mmap.mmap, address: int, process: int) -> None:

@@ -36,51 +36,44 @@ def measured(device: torch.device | str, dtype: torch.dtype, down_cost: float = 
         down_cost: Bytes of host memory that a byte from the device moves.
     """
     with contextlib.closing(Device(device)) as at:
-        return _measured(at, dtype, down_cost)
+        memory = host_memory()
+        nbytes = min(ARRAYS, memory.free // 8)
+        one, two = (torch.zeros(nbytes // 8, device="cpu") for _ in range(2))
+
+        def on_cores() -> None:
+            """Add one array in host memory to another, on the cores."""
+            one.add_(two)  # both are read, one is written
+
+        touched = 3 * one.nbytes
+        cores = _twice("the host's memory", lambda: touched / _seconds(at, on_cores))
+        copies = _Copies(at, min(nbytes, at.memory_capacity() // 8))
+        up = _twice("copies to the device", lambda: copies.nbytes / _seconds(at, copies.up))
+        down = _twice("copies to the host", lambda: copies.nbytes / _seconds(at, copies.down))
+        duplex, together, device_rate, total = 1.0, cores, cores, memory.total
+        if not at.is_host:  # where copies run beside other work
+            both = _twice("copies both ways", lambda: copies.nbytes / _seconds(at, copies.both))
+            duplex = min(1.0, both / min(up, down))
+            together = _twice("copies beside the cores", lambda: _together(at, copies, on_cores, touched, down_cost))
+            values = torch.zeros(at.memory_capacity() // 64, device=at.torch_device)  # a sixteenth of what is free
+            moved = 2 * values.nbytes
+            device_rate = _twice("the device's memory", lambda: moved / _seconds(at, lambda: values.add_(1)))
+            total = torch.accelerator.get_memory_info(at.torch_device)[1]
+        return {
+            "flops_per_s": _products(at, dtype),
+            "device_bytes_per_s": device_rate,
+            "up_bytes_per_s": up,
+            "down_bytes_per_s": down,
+            "duplex": duplex,  # rate of each direction while both run, as a share of the slower one's alone
+            "host_bytes_per_s": max(together, cores),  # by the cores and copies together
+            "cores_bytes_per_s": cores,  # by the cores alone
+            "device_nbytes": total,
+            "host_nbytes": memory.total,
+        }
 
 
-def _measured(at: Device, dtype: torch.dtype, down_cost: float) -> dict[str, Any]:
-    """Measure an open device and its host, one rate after the other."""
-    memory = host_memory()
-    nbytes = min(ARRAYS, memory.free // 8)
-    one, two = (torch.zeros(nbytes // 8, device="cpu") for _ in range(2))
-
-    def on_cores() -> None:
-        """Add one array in host memory to another, on the cores."""
-        one.add_(two)  # both are read, one is written
-
-    cores = _twice("the host's memory", at, on_cores, 3 * one.nbytes)
-    copies = _Copies(at, min(nbytes, at.memory_capacity() // 8))
-    up = _twice("copies to the device", at, copies.up, copies.nbytes)
-    down = _twice("copies to the host", at, copies.down, copies.nbytes)
-    duplex, together, device_rate, total = 1.0, cores, cores, memory.total
-    if not at.is_host:  # where copies run beside other work
-        duplex = min(1.0, _twice("copies both ways", at, copies.both, copies.nbytes) / min(up, down))
-        rates = [_together(at, copies, on_cores, 3 * one.nbytes, down_cost) for _ in range(2)]
-        together = _better("copies beside the cores", *rates)
-        values = torch.zeros(at.memory_capacity() // 64, device=at.torch_device)  # a sixteenth of what is free
-        device_rate = _twice("the device's memory", at, lambda: values.add_(1), 2 * values.nbytes)
-        total = torch.accelerator.get_memory_info(at.torch_device)[1]
-    return {
-        "flops_per_s": _products(at, dtype),
-        "device_bytes_per_s": device_rate,
-        "up_bytes_per_s": up,
-        "down_bytes_per_s": down,
-        "duplex": duplex,  # rate of each direction while both run, as a share of the slower one's alone
-        "host_bytes_per_s": max(together, cores),  # by the cores and copies together
-        "cores_bytes_per_s": cores,  # by the cores alone
-        "device_nbytes": total,
-        "host_nbytes": memory.total,
-    }
-
-
-def _twice(what: str, at: Device, work: Callable[[], object], amount: float) -> float:
-    """Measure twice how much of some work is done a second, and return the better rate (Rule 2)."""
-    return _better(what, *(amount / _seconds(at, work) for _ in range(2)))
-
-
-def _better(what: str, one: float, two: float) -> float:
-    """Return the higher one of two rates; raise MeasurementError if they differ by more than NOISE."""
+def _twice(what: str, rate: Callable[[], float]) -> float:
+    """Measure a rate twice, and return the higher one; raise MeasurementError if they differ by more than NOISE."""
+    one, two = rate(), rate()
     if abs(one - two) > NOISE * min(one, two):
         raise MeasurementError(
             f"{what} reached {one:.3g} and then {two:.3g} a second, which differ by more than {NOISE:.0%}: stop what "
@@ -161,4 +154,4 @@ def _products(at: Device, dtype: torch.dtype) -> float:
 
     while _timed(at, mlp(), 2) < SHORTEST_S / 5 and 160 * width**2 * dtype.itemsize < at.memory_capacity():
         width *= 2
-    return _twice("products", at, mlp(), 16 * width**3)
+    return _twice("products", lambda: 16 * width**3 / _seconds(at, mlp()))

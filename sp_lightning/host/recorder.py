@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ class RecordedStep:
 
     def busy(self, lane: Lane) -> float:
         """Return how many seconds the lane worked."""
-        return sum(span.seconds for span in self.of(lane))
+        return sum(span.end - span.start for span in self.of(lane))
 
     def nbytes(self, lane: Lane) -> int:
         """Return how many bytes the lane moved."""
@@ -74,8 +74,7 @@ class Recorder:
         # but events of the device or seconds of the host.
         self._passes: deque[tuple[RecordedStep, Any]] = deque()
         self._now: RecordedStep | None = None  # the pass under way, if it is recorded
-        self._count = 0  # passes begun, recorded or not
-        self._batches = {True: 0, False: 0}  # passes begun, recorded or not, by whether they train
+        self._begun: Counter[bool] = Counter()  # passes, recorded or not, by whether they train
         self._computing: Span | None = None
         self.steps: deque[RecordedStep] = deque(maxlen=keep)
 
@@ -85,15 +84,14 @@ class Recorder:
         """End the pass under way and begin a new one, to which all that is recorded from now on belongs."""
         self._end_pass()
         self._read(LAG)
-        batch = self._batches[trains]
+        batch = self._begun[trains]
         if self._wanted(batch):
             before = time.perf_counter()
             reference = self._device.moment(self._idle_stream)
             start = (before + time.perf_counter()) / 2
-            self._now = RecordedStep(number=self._count, trains=trains, batch=batch, start=start)
+            self._now = RecordedStep(number=self._begun.total(), trains=trains, batch=batch, start=start)
             self._passes.append((self._now, reference))
-        self._count += 1
-        self._batches[trains] += 1
+        self._begun[trains] += 1
 
     def work(
         self, lane: Lane, unit: str = "", phase: str = "", nbytes: int = 0, stall: str = ""
@@ -176,14 +174,15 @@ class Recorder:
 
     def _read(self, later: int) -> None:
         """Read the oldest passes: those with at least ``later`` passes after them, and whose events have happened."""
-        while self._passes and self._count - self._passes[0][0].number > later:
+        while self._passes and self._begun.total() - self._passes[0][0].number > later:
             step, reference = self._passes[0]
-            ends = (span.end for span in reversed(step.spans))  # each is asked, as streams finish in any order
+            spans = tuple(step.spans)  # to which other threads may still add
+            ends = (span.end for span in reversed(spans))  # each is asked, as streams finish in any order
             if not all(isinstance(moment, float) or moment.query() for moment in (reference, *ends)):
                 break
             self._passes.popleft()
             begin = step.start, reference
-            timed = (span._replace(start=_at(span.start, *begin), end=_at(span.end, *begin)) for span in step.spans)
+            timed = (span._replace(start=_at(span.start, *begin), end=_at(span.end, *begin)) for span in spans)
             step.spans = sorted(timed, key=lambda span: span.start)
             self.steps.append(step)
 

@@ -40,11 +40,6 @@ class UnitNumbers:
     resident: bool = False  # stays on the device, outside the window
     cast: int = 0  # elements that train, are FP32 on the host, and travel in half precision
 
-    @property
-    def trained(self) -> bool:
-        """Whether a step changes the unit."""
-        return self.down_nbytes > 0
-
 
 def largest_window(units: Sequence[UnitNumbers], budget: int) -> int:
     """Return how many of these units fit into a budget at once, whichever they are; 0 if one alone does not."""
@@ -107,6 +102,7 @@ class Room:
         self._beside = 0  # the most bytes in use besides gradients that stay
         self.window = self._first = first_window(window, budget, units, device.is_host)
         self._transfer = 1 if transfer == "auto" else transfer
+        self.transfer = min(self._transfer, self.window)
         self._most = self.window if budget is not None or device.is_host else max(1, len(self._streamed))
         self.grows = window == "auto" and not device.is_host  # whether the window may change from step to step
         self._others = self._peak = 0
@@ -114,11 +110,6 @@ class Room:
         self._was_trained = self._has_begun = False
         if self.grows:
             device.reset_memory_peak()
-
-    @property
-    def transfer(self) -> int:
-        """How many units are exchanged at a time."""
-        return min(self._transfer, self.window)
 
     def note_memory(self, window_nbytes: int) -> None:
         """Note the device memory in use after loads, and how many bytes of that are the window's units."""
@@ -172,10 +163,10 @@ class Room:
         self._resize(min(most, limit), found)
 
     def _resize(self, window: int, why: str) -> None:
-        """Set the window's size, and log the reason."""
+        """Set the window's size, fit the transfer to it, and log the reason."""
         if window != self.window:
             log.info("superpipeline: window %d -> %d: %s", self.window, window, why)
-            self.window = window
+            self.window, self.transfer = window, min(self._transfer, window)
 
     def shrink(self, window: int, why: str) -> None:
         """Make a window that grows smaller for good: the device had no memory."""

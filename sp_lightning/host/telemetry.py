@@ -1,12 +1,11 @@
-"""Counts of what a stream did, and spans of a step's work and waiting, of which a timeline is made."""
+"""Spans of a step's work and waiting: of these a timeline is made, and sums by cause."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Literal, NamedTuple, get_args
 
 Lane = Literal["disk in", "up", "compute", "down", "optimizer", "disk out", "host"]
 CAUSES = ("compute", "disk", "weights", "gradients", "activations", "optimizer", "other")
@@ -25,11 +24,6 @@ class Span(NamedTuple):
     phase: str = ""
     stall: str = ""  # what was waited for; empty where work was done
     nbytes: int = 0  # that a copy moved
-
-    @property
-    def seconds(self) -> float:
-        """The span's duration."""
-        return self.end - self.start
 
 
 def causes(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
@@ -62,48 +56,3 @@ def _union(pieces: list[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             result.append((start, end))
     return result
-
-
-class Stats(TypedDict):
-    """The figures that `Handle.stats` returns: counts since streaming began, then what is so now. Bytes unless said."""
-
-    fetches: int  # units copied to the device
-    bytes_up: int  # copied to the device
-    bytes_down: int  # copied to the host
-    disk_read: int  # of weights, state and gradients, from files
-    disk_written: int  # of weights, state and gradients
-    evictions: int  # units whose device memory was given back
-    stepped_ahead: int  # parameters stepped while backward ran
-    held_steps: int  # optimizer steps that ran beside the next forward
-    surprises: int  # visits that were not the predicted one
-    pending_step: str | None  # "in backward" or "deferred" while an optimizer step runs beside other work
-    compiled_step: str | None  # variant of the compiled step: "avx512", "avx2" or "default"; None while torch steps
-    window: int  # units
-    transfer: int  # units
-    units: int  # units that stream
-    resident_root_bytes: int  # weights that stay on the device
-    weight_bytes: int  # all weights, as they are on the device
-    resident_bytes: int  # weights that are on the device now
-    window_bytes: int  # on the device, of resident weights and of a full window, with their gradients
-    device_peak: int  # the most on the device so far
-    host_weight_bytes: int  # host memory of weights and their wire copies
-    host_gradient_bytes: int  # host memory that gradients take in a step
-
-
-class Counters:
-    """Counts since streaming began, and the recorder that is told of each piece of work."""
-
-    def __init__(self) -> None:
-        self.nbytes: collections.Counter[Lane] = collections.Counter()  # that each lane moved
-        self.fetches = self.evictions = self.surprises = 0
-        self.stepped_ahead = self.held_steps = 0
-        self.listener: Any = None  # a recorder (recorder.py) while there is one
-
-    def record(self, lane: Lane, unit: str, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        """Count the bytes that a lane moves, and return a context in which the recorder times the work."""
-        self.nbytes[lane] += nbytes
-        return NOT_RECORDED if self.listener is None else self.listener.work(lane, unit, phase, nbytes)
-
-    def stall(self, cause: str) -> AbstractContextManager[None]:
-        """Return a context in which the recorder times a wait of the host."""
-        return NOT_RECORDED if self.listener is None else self.listener.work("host", stall=cause)

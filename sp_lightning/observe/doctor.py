@@ -20,10 +20,8 @@ from ..errors import OptionError
 from ..host.device import Device, find
 from ..host.machine import (
     HostMemory,
-    gpu_lanes,
     gpus_by_vendor,
     host_memory,
-    is_wsl2,
     lock_limit,
     usable_cores,
 )
@@ -60,11 +58,9 @@ class Facts:
     device_name: str
     device_nbytes: int
     gpus: dict[str, int]  # by vendor, as kernel drivers list them
-    lanes: tuple[tuple[int, int], ...]  # PCIe lanes of each GPU: in use, and present
     torch_version: str
     torch_accelerator: str | None  # the kind for which torch was built: "cuda" or "hip"
     host: HostMemory
-    wsl2: bool  # Linux inside Windows
     pin_tried_nbytes: int
     pinned_nbytes: int | None  # how much of it could be page-locked; None if nothing is page-locked
     lock_limit_nbytes: int | None  # ulimit -l
@@ -98,11 +94,9 @@ def examine(device: str | None = None, folders: Sequence[str] = (".",)) -> Facts
         device_name=_name(chosen),
         device_nbytes=_memory(chosen),
         gpus=gpus_by_vendor(),
-        lanes=tuple(gpu_lanes()),
         torch_version=torch.__version__,
         torch_accelerator=build,
         host=host,
-        wsl2=is_wsl2(),
         pin_tried_nbytes=tried,
         pinned_nbytes=_lockable(chosen, tried),
         lock_limit_nbytes=lock_limit(),
@@ -123,7 +117,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
 
 
 def _device_findings(facts: Facts) -> Iterator[Finding]:
-    """Yield problems of the device: none is found, torch is built for another, or its link lacks lanes."""
+    """Yield problems of the device: none is found, or torch is built for another."""
     gpus = " and ".join(f"{count} {vendor} GPU{'s' * (count > 1)}" for vendor, count in facts.gpus.items())
     builds = {"NVIDIA": "cuda", "AMD": "hip"}
     if facts.device == "cpu" and not gpus:
@@ -142,17 +136,10 @@ def _device_findings(facts: Facts) -> Iterator[Finding]:
             f"The system shows {gpus}, and torch {facts.torch_version} finds none: update the driver to one for this "
             "torch, unset CUDA_VISIBLE_DEVICES, or pass --device cuda:0.",
         )
-    for used, there in facts.lanes:
-        if used < there:
-            yield Finding(
-                "link",
-                f"A GPU uses {used} of its {there} PCIe lanes, and copies take {there / used:.0f} times as long: put "
-                f"it into a slot with {there} lanes, and remove risers.",
-            )
 
 
 def _memory_findings(facts: Facts) -> Iterator[Finding]:
-    """Yield problems of host memory: page locks, limits, too little of it, Windows."""
+    """Yield problems of host memory: page locks, limits, too little of it."""
     host = facts.host
     if facts.pinned_nbytes is not None and facts.pinned_nbytes < facts.pin_tried_nbytes:
         limit = "unlimited" if facts.lock_limit_nbytes is None else format_bytes(facts.lock_limit_nbytes)
@@ -174,13 +161,6 @@ def _memory_findings(facts: Facts) -> Iterator[Finding]:
             f"{format_bytes(host.free)} of host memory are free for a device of {format_bytes(facts.device_nbytes)}, "
             f"and each parameter takes {ON_HOST} bytes with AdamW: add memory, let disk= have the optimizer's state, "
             "or train adapters, which takes 2.",
-        )
-    if facts.wsl2:
-        yield Finding(
-            "WSL2",
-            f"This is Linux inside Windows (WSL2) with {format_bytes(host.total)} of memory, by default half of the "
-            "computer's: to give it more, write the lines [wsl2] and memory=56GB (of 64 GB) into "
-            "%UserProfile%\\.wslconfig, then run 'wsl --shutdown' in Windows; page-locked memory is limited, too.",
         )
 
 

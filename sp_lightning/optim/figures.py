@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from ..compat.dynamo import Unsupported
 from ..errors import SuperpipelineError, UnsupportedError
 from ..host.device import Device, DeviceMemoryError
-from ..host.telemetry import Stats
 from ..options import format_bytes
 from ..stream.activations import Activations
 from ..stream.unit import Unit
@@ -24,7 +24,7 @@ BETWEEN_DEVICES = re.compile(  # torch's messages about tensors on two devices
 )
 
 
-def stats_of(units: Sequence[Unit], window: Window, device: Device, pending: str | None) -> Stats:
+def stats_of(units: Sequence[Unit], window: Window, device: Device, pending: str | None) -> dict[str, Any]:
     """Collect what `stats()` returns: counters of a stream, and bytes on the device and on the host."""
     numbers = [unit.numbers() for unit in units]
     resident = sum(unit.up_nbytes for unit in numbers if unit.resident)
@@ -37,27 +37,30 @@ def stats_of(units: Sequence[Unit], window: Window, device: Device, pending: str
     wires = sum(weight.wire.nbytes for weight in weights if weight.is_narrow)
     counters = device.counters
     return {
-        "fetches": counters.fetches,
-        "bytes_up": counters.nbytes["up"],
-        "bytes_down": counters.nbytes["down"],
-        "disk_read": counters.nbytes["disk in"],
+        # Since streaming began
+        "fetches": counters.fetches,  # units copied to the device
+        "bytes_up": counters.nbytes["up"],  # copied to the device
+        "bytes_down": counters.nbytes["down"],  # copied to the host
+        "disk_read": counters.nbytes["disk in"],  # bytes of weights, state and gradients, from files
         "disk_written": counters.nbytes["disk out"],
-        "evictions": counters.evictions,
-        "stepped_ahead": counters.stepped_ahead,
-        "held_steps": counters.held_steps,
-        "surprises": counters.surprises,
-        "pending_step": pending,
-        "compiled_step": variant_in_use(),
-        "window": window.room.window,
-        "transfer": window.room.transfer,
+        "evictions": counters.evictions,  # units whose device memory was given back
+        "stepped_ahead": counters.stepped_ahead,  # parameters stepped while backward ran
+        "held_steps": counters.held_steps,  # optimizer steps that ran beside the next forward
+        "surprises": counters.surprises,  # visits that were not the predicted one
+        # Now
+        "pending_step": pending,  # "in backward" or "deferred" while an optimizer step runs beside other work
+        "compiled_step": variant_in_use(),  # "avx512", "avx2" or "default"; None while torch steps
+        "window": window.room.window,  # units
+        "transfer": window.room.transfer,  # units
         "units": len(streamed),
-        "resident_root_bytes": resident,
-        "weight_bytes": sum(unit.up_nbytes for unit in numbers),
-        "resident_bytes": resident + window.loaded_nbytes,
+        "resident_root_bytes": resident,  # weights that stay on the device
+        "weight_bytes": sum(unit.up_nbytes for unit in numbers),  # all weights, as they are on the device
+        "resident_bytes": resident + window.loaded_nbytes,  # weights that are on the device
+        # On the device, of resident weights and of a full window, with their gradients
         "window_bytes": resident + kept + sum(largest) + 2 * max((unit.down_nbytes for unit in streamed), default=0),
-        "device_peak": device.memory_peak(),
-        "host_weight_bytes": on_host + wires,
-        "host_gradient_bytes": gradients,
+        "device_peak": device.memory_peak(),  # bytes, so far
+        "host_weight_bytes": on_host + wires,  # host memory of weights and their wire copies
+        "host_gradient_bytes": gradients,  # host memory that gradients take in a step
     }
 
 

@@ -35,7 +35,7 @@ def sweep(found: Trace, window: int, transfer: int) -> Sweep:
     """Simulate the run's loads and evictions over the visits of a step; return its fullest moment, and its loads."""
     sizes = found.setting.sizes
     schedule = Schedule([size.up_nbytes for size in sizes], window, min(transfer, window))
-    trained = [index for index, size in enumerate(sizes) if size.trained]
+    trained = [index for index, size in enumerate(sizes) if size.down_nbytes]
     order = [visit.unit for visit in found.visits if visit.unit is not None]
     coming = [0]  # by visit: bytes of activations that come up for the next one that needs any
     for visit in reversed(found.visits):

@@ -25,7 +25,7 @@ from ..compat.tensors import local_of
 from ..compat.torch import without_dispatch
 from ..errors import UnsupportedError
 from ..host.device import Device, Ring, aligned
-from ..stream.gradients import Backward, Gradients, Stepper, norms_by_type
+from ..stream.gradients import Backward, Gradients, norms_by_type
 from ..stream.host_gradient import DeviceGradientBytes, GradientBytes, HostGradient
 from ..stream.lazy import grad_of, set_data, set_grad
 from ..stream.leaf import Weight
@@ -128,7 +128,7 @@ def trained(unit: Unit) -> tuple[Weight, ...]:
 class SharedGradients(Gradients):
     """Takes the leaves' gradients to the user's parameters, as means over all ranks."""
 
-    def __init__(self, device: Device, steps: Stepper, team: Team, units: list[Unit]) -> None:
+    def __init__(self, device: Device, steps: Any, team: Team, units: list[Unit]) -> None:
         super().__init__(device, steps)
         self._team, self._units = team, units
         self._stream = device.new_stream()  # on which parts are summed, beside backward
@@ -205,7 +205,7 @@ class SharedGradients(Gradients):
                     viewed.append(content.full.data_ptr())
                 if kept is not None and kept.content is content:
                     set_data(kept, content.full if content.is_exposed else content.wait_true().clone())
-                    kept.content = None
+                    kept.__class__ = Tensor
             for message in self._messages.values() if viewed else ():
                 if message.means is not None and any(map(message.means.has, viewed)):
                     message.means = self._team.slabs.renewed(message.means)
@@ -307,8 +307,7 @@ class SharedGradients(Gradients):
         means.drop_edits()  # of the last means, by the user
         target = means.truth[first : min(first + message.size, message.nbytes)]
         self._device.down.wait_event(self._stream.record_event())
-        recorded = self._device.counters.record("down", unit.name, "gradients", target.nbytes)
-        arrived = self._device.send_down(target, part[: target.nbytes], recorded)
+        arrived = self._device.send_down(target, part[: target.nbytes], unit.name, "gradients")
         self._sums.hold(part, [arrived], self._stream)
         everywhere = Everywhere(self._team.board.follow(Stage.ARRIVED, unit.index, 1, place, arrived.synchronize))
         faces = [means.tensor(at, w.value, w.value.dtype) for w, at in zip(message.whose, message.places, strict=True)]

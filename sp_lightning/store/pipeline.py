@@ -16,15 +16,13 @@ import queue
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..host.device import Arrival, Device
+from ..host.device import Arrival, Counters, Device
 from ..host.staging import StagedCopy
-from ..host.telemetry import Counters
 from .direct import BLOCK, DirectFile, FileRange, blocks
 from .scratch import ScratchFile
 from .spans import SpanBatch
@@ -148,6 +146,7 @@ class Pipeline:
             name: The unit's name, for the recorder.
         """
         fill, begin = FileFill(self._counters), self._device.up.record_event()
+        self._counters.nbytes["up"] += sum(nbytes for piece in pieces for _, nbytes, _ in piece.parts)
         timed = [self._counters.record("disk in", name, "weights", piece.nbytes) for piece in pieces]
 
         def work() -> None:
@@ -194,11 +193,10 @@ class Pipeline:
 
     # ---- down
 
-    def send_down(
-        self, file: DirectFile, offset: int, there: Tensor, recorded: AbstractContextManager[None]
-    ) -> StagedCopy:
+    def send_down(self, file: DirectFile, offset: int, there: Tensor, unit: str, phase: str) -> StagedCopy:
         """Start to write device memory to a range of a file, behind what the down stream has queued; return the end."""
         copied, begin = StagedCopy(), self._device.down.record_event()
+        recorded = self._counters.record("down", unit, phase, there.nbytes)
         self._counters.nbytes["disk out"] += there.nbytes
 
         def work() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -69,7 +68,8 @@ class FiledWeights:
         copies = [before]
         for weight in self._written:
             here = weight.value.as_strided((weight.value.numel(),), (1,)).view(torch.uint8)
-            copies.append(self._device.send_up(flat[weight.at : weight.at + weight.nbytes], here))
+            there = flat[weight.at : weight.at + weight.nbytes]
+            copies.append(self._device.send_up(there, here, self._name, "weights"))
         self._last = self._pipeline.send_up(flat, self._pieces, self._files, copies, self._name)
         return self._last
 
@@ -275,12 +275,12 @@ class Store:
         """Allocate a range of the scratch file for a unit's gradients, as a tensor of bytes."""
         return self.take(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
-    def send_down(self, target: Tensor, source: Tensor, recorded: AbstractContextManager[None]) -> Arrival:
+    def send_down(self, target: Tensor, source: Tensor, unit: str, phase: str) -> Arrival:
         """Start to write device memory to a range of the scratch file; return the end."""
         assert self._pipeline is not None and self._scratch is not None
         offset = self._scratch.offset_of(target)
         assert offset is not None
-        return self._pipeline.send_down(self._scratch, offset, source, recorded)
+        return self._pipeline.send_down(self._scratch, offset, source, unit, phase)
 
     def close(self) -> None:
         """End the threads and close the files; file-backed weights stay mapped, as their loader made them. Safe twice.

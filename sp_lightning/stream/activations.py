@@ -27,16 +27,15 @@ from .leaf import NO_CONTEXT, Weight, stepped_already, written_between
 from .recompute import Recompute
 from .residency import shown
 
-WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
 SMALLEST = 1 << 10  # bytes; less is not worth a copy
 UNPACK: Callable[[Any], Tensor] = operator.methodcaller("get")  # `get` of the object that `pack` returned
 
 
-def written_error(tensor: Tensor, expected: int, shape: torch.Size) -> RuntimeError:
+def written_error(version: int, expected: int, shape: torch.Size) -> RuntimeError:
     """Make torch's own error for a saved tensor, of this shape, that was written in place before backward."""
     return RuntimeError(
-        f"{WRITTEN}: a tensor of shape {list(shape)} is at version {tensor._version}; expected version {expected}"
-        " instead"
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of"
+        f" shape {list(shape)} is at version {version}; expected version {expected} instead"
     )
 
 
@@ -52,7 +51,7 @@ class Kept:
     def get(self) -> Tensor:
         """Return the tensor; raise torch's own error if it was written in place since."""
         if self.tensor._version != self.version:
-            raise written_error(self.tensor, self.version, self.tensor.shape)
+            raise written_error(self.tensor._version, self.version, self.tensor.shape)
         return self.tensor
 
 
@@ -78,7 +77,7 @@ class SavedWeight:
             if self.weight.is_lent and not unit.is_final:
                 raise written_between(self.weight.name)
             if there._version != self.version:
-                raise written_error(there, self.version, shape)
+                raise written_error(there._version, self.version, shape)
         memory: Tensor = unit.memory.flat
         return memory.view(dtype).as_strided(shape, stride, offset)
 
@@ -130,7 +129,7 @@ class Trip:
         self._ring = ring
         if self._saved:
             moved = list(self._saved.values())
-            sources = [one.release_source() for one in moved]
+            sources = [one.source.release() for one in moved]
             for source in sources if self._is_on_others else ():
                 self._device.keep_for(source, self._device.down)  # it may be allocated on any stream
             ring.hold(sources, [one.went_down for one in moved], self._stream)
@@ -172,49 +171,60 @@ class Trip:
             self._wait_arrivals(self._stream)  # the graph was dropped: the memory goes back to its pool
 
 
+class Source:
+    """A tensor that was saved in another place: itself until the forward is over, and then whether that wrote to it."""
+
+    __slots__ = ("_expected", "_shape", "_version", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor.detach()
+        self._shape = tensor.shape
+        self._expected = self._version = tensor._version
+
+    def release(self) -> Tensor:
+        """Drop the reference to the tensor at the end of the forward, and return the tensor."""
+        assert self.tensor is not None
+        tensor, self.tensor = self.tensor, None
+        self._version = tensor._version
+        return tensor
+
+    def check(self) -> None:
+        """Raise torch's own error if the tensor was written in place after it was saved."""
+        version = self._version if self.tensor is None else self.tensor._version
+        if version != self._expected:
+            raise written_error(version, self._expected, self._shape)
+
+
 class Moved:
     """A saved tensor that is in host memory between forward and backward; making the object starts the copy there."""
 
-    __slots__ = ("_device", "_form", "_here", "_source", "_there", "_trip", "_version", "_was_written", "went_down")
+    __slots__ = ("_device", "_form", "_here", "_there", "_trip", "source", "went_down")
 
     def __init__(self, trip: Trip, tensor: Tensor, device: Device, here: Any) -> None:
         self._trip, self._device = trip, device
-        self._source: Tensor | None = tensor.detach()  # until the forward ends: its address is a key in its trip
-        self._version, self._was_written = tensor._version, False
+        self.source = Source(tensor)  # its address is a key in its trip
         self._form = tensor.shape, tensor.stride(), tensor.dtype
         self._here: Tensor | None = device.passing(tensor.nbytes)
         self._there: Tensor | None = None
         device.down.wait_event(here.record_event())
-        flat = self._source.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        recorded = device.counters.record("down", "", "activations", flat.nbytes)
-        self.went_down = device.send_down(self._here, flat, recorded)
-
-    def release_source(self) -> Tensor:
-        """Drop the reference to the tensor on the device and return it; note whether the forward wrote to it."""
-        assert self._source is not None
-        source, self._source = self._source, None
-        self._was_written = source._version != self._version
-        return source
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        self.went_down = device.send_down(self._here, flat, phase="activations")
 
     def fetch(self) -> tuple[Tensor, Arrival]:
         """Start to copy the tensor back, behind its copy to the host; return its device memory and the copy's end."""
         assert self._here is not None
         device, there = self._device, self._device.empty(self._here.nbytes)
         device.after_compute(device.up)
-        recorded = device.counters.record("up", "", "activations", there.nbytes)
-        arrival = device.send_up(there, self._here, self.went_down, recorded)
+        arrival = device.send_up(there, self._here, phase="activations", after=self.went_down)
         self._there, self._here = there, None
         return there, arrival
 
     @never_compiled_hook
     def get(self) -> Tensor:
         """Fetch the unit's saved tensors, and return this one; raise torch's own error if it was written in place."""
-        if self._source is not None:  # the forward is under way, and a backward inside of it
-            if self._source._version != self._version:
-                raise written_error(self._source, self._version, self._source.shape)
-            return self._source
-        if self._was_written:
-            raise RuntimeError(f"{WRITTEN}: a tensor of shape {list(self._form[0])}")
+        self.source.check()
+        if self.source.tensor is not None:
+            return self.source.tensor  # the forward is under way, and a backward inside of it
         self._trip.fetch()
         assert self._there is not None
         self._trip.wait(self._there)
@@ -225,14 +235,16 @@ class Moved:
 class Handed:
     """A saved tensor that outer hooks packed, such as a checkpoint's."""
 
-    __slots__ = ("packed", "policy", "unpack")
+    __slots__ = ("packed", "policy", "source", "unpack")
 
     def __init__(self, tensor: Tensor, hooks: Any, policy: Activations) -> None:
         self.packed, self.unpack, self.policy = hooks[0](tensor), hooks[1], policy
+        self.source = Source(tensor)
 
     @never_compiled_hook
     def get(self) -> Tensor:
         """Unpack the tensor by the outer hooks; if a second run of a unit's forward differed, name the unit."""
+        self.source.check()
         try:
             return self.unpack(self.packed)  # type: ignore[no-any-return]
         except CheckpointError as error:
@@ -252,6 +264,13 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, policy: Activations, outer: Any = None, trip: Trip | None = None) -> None:
         self._policy, self._trip = policy, trip
         self.outer = outer  # hooks of other code, which get all tensors but weights
+        self._handed: list[Source] = []
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        for source in self._handed:
+            source.release()
+        self._handed.clear()
 
     @never_compiled_hook
     def pack_hook(self, tensor: Tensor) -> Any:
@@ -267,7 +286,9 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                     self._policy.device.keep_for(memory.flat, here)
                 return SavedWeight(tensor, weight)
         if self.outer is not None:
-            return Handed(tensor, self.outer, self._policy)
+            handed = Handed(tensor, self.outer, self._policy)
+            self._handed.append(handed.source)
+            return handed
         if self._trip is not None and self._policy.moves(tensor):
             return self._trip.add(tensor)
         return Kept(tensor)

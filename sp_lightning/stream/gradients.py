@@ -8,10 +8,10 @@ reader of the gradient that is there. Where an exception ended a backward, the n
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterable
-from concurrent.futures import Executor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ def recover() -> None:
 
     Does nothing inside a backward. A backward that another thread called may be under way, and is left alone.
     """
-    if not backwards or graph_task() != -1:
+    if graph_task() != -1:
         return
     here = threading.get_ident()
     for key, backward in list(backwards.items()):
@@ -63,27 +63,11 @@ def recover() -> None:
             backward.collector.end(backward)
 
 
-class Stepper(Protocol):
-    """The optimizer steps of a stream: the part of their interface that gradients use."""
-
-    early: Any  # the optimizer that steps beside this backward, as gradients arrive; None: there is none
-
-    @property
-    def thread(self) -> Executor:
-        """The thread that runs optimizer steps and sums of gradients, one after the other."""
-
-    def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
-        """Note that a unit's gradients arrived, all of them if ``is_complete``; may start the unit's step."""
-
-    def backward_ended(self) -> None:
-        """Note the end of a backward: units that were stepped beside it are stale on the device."""
-
-
 class Gradients:
     """Moves gradients of leaves on the device to `.grad` of the user's parameters on the host."""
 
-    def __init__(self, device: Device, steps: Stepper, room: Room | None = None) -> None:
-        self._device, self._steps = device, steps
+    def __init__(self, device: Device, steps: Any, room: Room | None = None) -> None:
+        self._device, self._steps = device, steps  # the stream's optimizer steps (optim/steps.py)
         self._room = room  # for gradients that stay on the device until the step
         self.ring = Ring()
 
@@ -208,37 +192,32 @@ class Gradients:
         Gradients of resident weights are kept, and those for which there is room. Sparse ones block.
         """
         dense = [(weight, grad) for weight, grad in came.items() if grad.layout is torch.strided]
-        sent: dict[Weight, Any] = dict(came)
+        sent: dict[Weight, Any] = {
+            weight: grad if grad.layout is torch.strided else grad.to("cpu", weight.value.dtype)
+            for weight, grad in came.items()
+        }
         if dense:
             norms = norms_by_type(dense)
             room = None if unit.is_resident else self._room
             stays = unit.is_resident or (room is not None and room.takes(sum(grad.nbytes for _, grad in dense)))
             kind = DeviceGradientBytes if stays else GradientBytes
-            raws, arrived = self._kept(dense, here) if stays else self._packed(unit, dense, here)
+            if stays:  # in fresh memory, in the weights' layout
+                raws = [torch.empty_like(weight.there, dtype=grad.dtype).copy_(grad) for weight, grad in dense]
+                arrived = here.record_event()
+            else:
+                raws, arrived = self._packed(unit, dense, here)
             for (weight, _), raw in zip(dense, raws, strict=True):
                 sent[weight] = kind(weight, raw, arrived, norms[weight])
                 if stays and room is not None:
                     room.keep(sent[weight], raw.nbytes)
-        if len(dense) < len(came):
-            for weight, grad in came.items():
-                if grad.layout is not torch.strided:
-                    sent[weight] = grad.to("cpu", weight.value.dtype)
         return list(sent.items())
-
-    def _kept(self, dense: list[tuple[Weight, Tensor]], stream: Any) -> tuple[list[Tensor], Any]:
-        """Copy gradients to fresh device memory in their weights' layout; return the copies and an event."""
-        kept = [torch.empty_like(weight.there, dtype=grad.dtype).copy_(grad) for weight, grad in dense]
-        return kept, stream.record_event()
 
     def _packed(self, unit: Unit, dense: list[tuple[Weight, Tensor]], stream: Any) -> tuple[list[Tensor], Any]:
         """Pack gradients into one device buffer, and start its copy to the host; return host tensors and its end."""
-        places, total = [], 0
         host: Any = self._device if unit.spill is None else unit.spill
         round_up = aligned if unit.spill is None else unit.spill.aligned
         nbytes = [grad.nbytes for _, grad in dense]
-        for each in nbytes:
-            places.append(total)
-            total += round_up(each)
+        *places, total = itertools.accumulate(map(round_up, nbytes), initial=0)
         there, here = self._device.empty(total), host.passing(total)
         typed = {dtype: there.view(dtype) for dtype in {grad.dtype for _, grad in dense}}
         packed, views, storage = [], [], here.untyped_storage()
@@ -249,8 +228,7 @@ class Gradients:
             views.append(torch.empty(0, dtype=grad.dtype, device=alone.device).set_(alone, 0, shape, stride))
         copy_all(packed, [grad for _, grad in dense])
         self._device.down.wait_event(stream.record_event())
-        recorded = self._device.counters.record("down", unit.name, "gradients", sum(nbytes))
-        arrived = host.send_down(here, there, recorded)
+        arrived = host.send_down(here, there, unit.name, "gradients")
         self.ring.hold(there, [arrived], stream)
         return views, arrived
 

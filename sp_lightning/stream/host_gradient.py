@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..compat.torch import as_subclass, multiply_all, norms_of_all, unscale_all, without_dispatch
 from ..errors import ExactnessError
@@ -27,11 +27,9 @@ from .lazy import (
     compiles_own_step,
     data_of,
     found_in,
-    grad_of,
     has_others,
     replaced,
     set_data,
-    set_grad,
     shares_bytes,
 )
 from .leaf import Weight
@@ -326,13 +324,11 @@ def _multiply(gradients: Any, factor: Any = None, **kwargs: Any) -> Any:
     is_number = isinstance(factor, (int, float)) or (type(factor) in (Tensor, Norm) and not factor.ndim)
     if not is_number or not all(isinstance(one, HostGradient) and one.is_unread for one in gradients):
         return NotImplemented
-    noted: dict[torch.dtype, Any] = {}
+    device = gradients[0].content.weight.unit.device
+    noted = {dtype: _factor_on_host(factor, dtype, device) for dtype in {gradient.dtype for gradient in gradients}}
     for gradient in gradients:
-        content = gradient.content
-        content.wait_added()  # the factor is of the sum, not of the first gradient alone
-        if gradient.dtype not in noted:
-            noted[gradient.dtype] = _factor_on_host(factor, gradient.dtype, content.weight.unit.device)
-        content.factors.append(noted[gradient.dtype])
+        gradient.content.wait_added()  # the factor is of the sum, not of the first gradient alone
+        gradient.content.factors.append(noted[gradient.dtype])
     return gradients
 
 
@@ -379,10 +375,3 @@ DEFERRED: dict[Any, Callable[..., Any]] = {
     Tensor.mul_: _multiply_one,
     multiply_all: _multiply,
 }
-
-
-def release_gradient(host: nn.Parameter) -> None:
-    """Replace a parameter's `.grad` by a plain tensor in host memory. Blocks until its bytes are there."""
-    with without_dispatch():
-        if isinstance(grad := grad_of(host), HostGradient):
-            set_grad(host, grad.content.wait_true())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -36,37 +36,11 @@ FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)  # in evaluation one
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
-class Visitor(Protocol):
-    """The window of a stream: the part of its interface that leaves and units use."""
-
-    is_in_call: bool  # whether a call of a streamed module is under way
-    is_in_step: bool  # whether the code of a step is under way, such as `training_step`
-
-    def using(self, units: Sequence[Any]) -> AbstractContextManager[None]:
-        """Keep units on the device in this context, under hooks that save their weights as references."""
-
-    def visit(self, unit: Any) -> None:
-        """Bring a unit to the device for the kernels that compute launches next."""
-
-    def look_again(self, unit: Any) -> None:
-        """Have the next visit compare the versions of a unit's weights: the host may write them."""
-
-    def drop(self, unit: Any) -> None:
-        """Evict a unit, unless it is held."""
-
-
-class Collector(Protocol):
-    """The collector of a stream's gradients: the part of its interface that parameters use."""
-
-    def assign(self, weight: Weight, grad: Tensor) -> Tensor:
-        """Convert a device tensor that the user assigns to `.grad` to the gradient that the parameter gets."""
-
-
 class Weight:
     """A parameter of the user's, and the leaf that stands for it on the device."""
 
     unit: Any  # with whose weights this one travels (unit.py)
-    collector: Collector  # takes gradients to the parameter
+    collector: Any  # of the stream's gradients (gradients.py)
     at: int  # its first byte in the unit
     value: Tensor  # the host's bytes: a plain tensor with the parameter's version
     wire: Tensor  # the host's bytes that travel: those of `value`, or the wire copy
@@ -276,6 +250,10 @@ class Narrow(Absent):
         return lent
 
 
+# By autograd's number of a backward: storages of gradients that came through casts, until their sum is taken.
+casts: dict[int, dict[Weight, list[torch.UntypedStorage]]] = {}
+
+
 class Lend(torch.autograd.Function):
     """Autograd's node that lends a weight to a function: the cast that the host made, or the weight in its own type."""
 
@@ -297,21 +275,12 @@ class Lend(torch.autograd.Function):
         # autograd adds in place only to tensors to which nothing else refers.
         like, came = ctx.weight.value, grads[0]
         grad = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=came.device).copy_(came)
-        _note_cast(ctx.weight, grad)
+        if (backward := graph_task()) not in casts:
+            casts.clear()  # drop those of a backward that an exception ended
+            casts[backward] = {}
+            at_end_of_backward(casts.clear)
+        casts[backward].setdefault(ctx.weight, []).append(grad.untyped_storage())
         return grad, None, None
-
-
-# By autograd's number of a backward: storages of gradients that came through casts, until their sum is taken.
-casts: dict[int, dict[Weight, list[torch.UntypedStorage]]] = {}
-
-
-def _note_cast(weight: Weight, grad: Tensor) -> None:
-    """Note for `is_of_one_cast` that a gradient came through a cast, until its backward ends or another begins."""
-    if (backward := graph_task()) not in casts:
-        casts.clear()  # drop those of a backward that an exception ended
-        casts[backward] = {}
-        at_end_of_backward(casts.clear)
-    casts[backward].setdefault(weight, []).append(grad.untyped_storage())
 
 
 def has_form_of(weight: Weight, data: Tensor) -> bool:

@@ -14,13 +14,11 @@ from ..compat.dynamo import compilation
 from ..compat.tensors import IS_PARAMETER, is_dtensor, is_dtensor_class, local_of, over_spec, spec_of
 from ..compat.torch import without_dispatch
 from ..errors import ExactnessError, UnsupportedError
-from .gradients import recover, through_hooks
-from .host_gradient import HostGradient, release_gradient
+from .gradients import backwards, recover
+from .host_gradient import HostGradient
 from .lazy import (
     data_of,
-    found_in,
     grad_of,
-    replaced,
     requires_grad_of,
     set_data,
     set_grad,
@@ -28,14 +26,12 @@ from .lazy import (
     version_of,
     writes,
 )
-from .leaf import Weight, check_form, edge_of, graph_after_close, using, weights
+from .leaf import Weight, check_form, graph_after_close, using, weights
 from .shards import on_host
 from .unit import Unit
 from .watched import Watched, is_in_own_call, is_inside_step, sync_requires_grad
 
 wholes: dict[int, Unit] = {}  # units of parameters that consist of several tensors, by the id of the parameter
-
-PLACE: set[Any] = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
 
 
 class HostParameter(Watched, nn.Parameter):
@@ -61,7 +57,8 @@ class HostParameter(Watched, nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The gradient, which is on the host. Delivers gradients that an exception left behind."""
-        recover()
+        if backwards:
+            recover()
         if compilation() is not None and self.device.type != "cpu":
             return None  # a compiler would find the weight on the device and its gradient on the host
         with without_dispatch():  # torch's own way is longer, and `zero_grad` takes it twice for each parameter
@@ -69,19 +66,15 @@ class HostParameter(Watched, nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        recover()
-        _assign_gradient(self, value)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recover()
-        if func in PLACE and (weight := weights.get(id(args[0]))) is not None:
-            window = weight.unit.window
-            with without_dispatch():
-                return func(weight.leaf if window.is_in_call or window.is_in_step else args[0])
-        if func is torch.autograd.grad:
-            return _differentiate(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+        if backwards:
+            recover()
+        weight = None if value is None else weights.get(id(self))
+        if isinstance(value, HostGradient) and weight is not None and not weight.unit.is_resident:
+            value.before()  # the gradient may be that of a resident weight, on the device
+        with without_dispatch():
+            if weight is not None and value is not None and value.device.type != "cpu":
+                value = weight.collector.assign(weight, value)
+            set_grad(self, value)
 
     def set_(self, source: Any, *args: Any) -> Any:
         """Copy a tensor's values to the weight, for `remove_parametrizations`, whose call torch does not dispatch.
@@ -115,7 +108,6 @@ class HostShard(Watched):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recover()
         if func in HOOKING:
             raise UnsupportedError(
                 f"{_name_of(args[0])} is a streamed DTensor, of which hooks get no gradients: use none"
@@ -128,12 +120,6 @@ class HostShard(Watched):
         if func == set_grad and args[1] is not None:
             with without_dispatch():
                 return set_grad(args[0], on_host(args[1]))
-        found = next(found_in((args[1:], kwargs), HostShard), None) if func is torch.autograd.grad else None
-        if found is not None:
-            raise UnsupportedError(
-                f"torch.autograd.grad was called for {_name_of(found)}, a DTensor, whose"
-                " gradients come by backward() alone: call that"
-            )
         return super().__torch_function__(func, types, args, kwargs)
 
     def after(self, func: Any, result: Any) -> None:
@@ -175,17 +161,6 @@ HOOKING = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 def _name_of(param: Any) -> str:
     """Return a streamed parameter's name, for an error; that of its class if it is not streamed."""
     return weights[id(param)].name if id(param) in weights else type(param).__name__
-
-
-def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Implement `torch.autograd.grad` for parameters among the inputs: gradients of leaves, passed through hooks."""
-    edges = replaced(inputs, HostParameter, edge_of)
-    found = torch.autograd.grad(outputs, edges, *args, **kwargs)
-    params = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    return tuple(
-        through_hooks(param, grad) if grad is not None and isinstance(param, HostParameter) else grad
-        for param, grad in zip(params, found, strict=True)
-    )
 
 
 def _write_data(param: HostParameter, data: Tensor) -> None:
@@ -238,17 +213,6 @@ def replace(weight: Weight, host: nn.Parameter) -> None:
     old.data = before
     weight.unit.replace(weight, host)
     watch(weight)
-
-
-def _assign_gradient(param: HostParameter, grad: Tensor | None) -> None:
-    """Set a parameter's `.grad`; the weight's collector first converts a tensor that is on the device."""
-    weight = None if grad is None else weights.get(id(param))
-    if isinstance(grad, HostGradient) and weight is not None and not weight.unit.is_resident:
-        grad.before()  # the gradient may be that of a resident weight, on the device
-    with without_dispatch():
-        if weight is not None and grad is not None and grad.device.type != "cpu":
-            grad = weight.collector.assign(weight, grad)
-        set_grad(param, grad)
 
 
 @functools.cache
@@ -323,7 +287,9 @@ def release(weight: Weight) -> None:
 def _make_plain(weight: Weight) -> None:
     """Give a parameter its own class and a plain gradient again, and forget the weight."""
     weight.end_of_graph = weight.fixed = None
-    release_gradient(weight.host)
+    with without_dispatch():
+        if isinstance(grad := grad_of(weight.host), HostGradient):
+            set_grad(weight.host, grad.content.wait_true())
     plain: Any = getattr(weight.host, "plain_class", nn.Parameter)
     weight.host.__class__ = plain
     del weights[id(weight.host)]

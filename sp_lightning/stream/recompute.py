@@ -139,7 +139,10 @@ class Recompute:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     self._note(buffers, (module, name), buffer)
-        trained, generators = _trained(self._module), _generators()
+        with without_dispatch():
+            params = [p for module in self._module.modules() for p in module._parameters.values() if p is not None]
+            trained = [(param, requires_grad_of(param)) for param in params]
+        generators = random.getstate(), numpy.random.get_state()
         again = False
 
         def forward(_: Tensor) -> Any:
@@ -185,36 +188,16 @@ class Recompute:
                 del buffers[key]
 
 
-def _generators() -> tuple[Any, Any]:
-    """Return the states of Python's and NumPy's random generators."""
-    return random.getstate(), numpy.random.get_state()
-
-
-def _set_generators(states: tuple[Any, Any]) -> None:
-    """Set the states of Python's and NumPy's random generators."""
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])
-
-
-def _trained(module: nn.Module) -> list[tuple[nn.Parameter, bool]]:
-    """List the parameters of a module and its children, and whether each requires a gradient."""
-    with without_dispatch():
-        return [
-            (param, requires_grad_of(param))
-            for each in module.modules()
-            for param in each._parameters.values()
-            if param is not None
-        ]
-
-
 @contextlib.contextmanager
 def _as_they_were(
     buffers: dict[Any, Before], trained: list[tuple[nn.Parameter, bool]], generators: tuple[Any, Any]
 ) -> Iterator[None]:
     """Restore buffers, `requires_grad` of parameters and random generators for a second run, in this context."""
     with contextlib.ExitStack() as after:
-        after.callback(_set_generators, _generators())
-        _set_generators(generators)
+        after.callback(random.setstate, random.getstate())
+        after.callback(numpy.random.set_state, numpy.random.get_state())
+        random.setstate(generators[0])
+        numpy.random.set_state(generators[1])
         with without_dispatch():
             changed = [(param, trains) for param, trains in trained if requires_grad_of(param) != trains]
         for param, trains in changed:

@@ -25,7 +25,7 @@ from ..host.room import UnitNumbers
 from ..host.telemetry import NOT_RECORDED
 from ..store.store import FiledWeights
 from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version, version_of
-from .leaf import Absent, Leaf, Narrow, Visitor, Weight, stepped_already
+from .leaf import Absent, Leaf, Narrow, Weight, stepped_already
 from .residency import NO_BYTES, Presence, Residency
 from .wholes import WholeWeight
 
@@ -94,7 +94,7 @@ class Unit:
         name: str,
         weights: list[Weight],
         device: Device,
-        window: Visitor,
+        window: Any,
         filed: FiledWeights | None = None,
     ) -> None:
         weights = sorted(weights, key=lambda weight: weight.place is not None)  # file-backed ones behind the slab's
@@ -235,9 +235,8 @@ class Unit:
         if self._may_have_stale_wires() or self._has_stale_wires:
             self._cast()
         source = self.slab if self.is_edited() else self.truth
-        recorded = self.device.counters.record("up", self.name, "weights", self.nbytes)
         flat, stamp = self.memory.flat, self._now()
-        copied = self.device.send_up(flat[: self.slab.nbytes], source, recorded=recorded)
+        copied = self.device.send_up(flat[: self.slab.nbytes], source, self.name, "weights")
         if self._filed is not None:
             copied = self._filed.send_up(flat, copied, stamp)
         self.memory.arrived = self._copied = copied

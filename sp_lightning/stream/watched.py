@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from ..compat.dynamo import graph_break
 from ..compat.torch import without_dispatch
+from .gradients import backwards, recover, through_hooks
 from .host_gradient import HostGradient
 from .lazy import (
     ARRAYS,
@@ -44,13 +45,13 @@ from .leaf import (
     using,
     weights,
 )
-from .unit import Unit
 
 # Functions that make a tensor like a weight, and record nothing: state, by `full_like`, and sums of gradients, by
 # `zeros_like`. `ones_like` is not among them: a mask of pruning meets what was computed of the weight.
 MAKING = {torch.rand_like, torch.randn_like, torch.randint_like, torch.full_like, torch.zeros_like, torch.empty_like}
 MOVING = {Tensor.to, Tensor.cuda}  # functions by which modules move their parameters
 FREEZING = {Tensor.requires_grad_, set_requires_grad}
+PLACE: set[Any] = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
 STRIDING = {Tensor.as_strided, torch.as_strided}
 
 # Functions that are about the bytes on the host, also where autograd would record them.
@@ -73,15 +74,26 @@ class Watched(Lazy):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA or compiles_own_step():
+        if compiles_own_step():
             with without_dispatch():
+                return func(*args, **(kwargs or {}))
+        if backwards:
+            recover()
+        if func in METADATA:
+            with without_dispatch():
+                weight = weights.get(id(args[0])) if args else None
+                if func in PLACE and weight is not None:
+                    window = weight.unit.window
+                    return func(weight.leaf if window.is_in_call or window.is_in_step else args[0])
                 result = func(*args, **(kwargs or {}))
-                if func in FREEZING and (weight := weights.get(id(args[0]))) is not None:
+                if func in FREEZING and weight is not None:
                     sync_requires_grad(weight)
                 return result
         graph_break()
         if has_others(types):
             return NotImplemented
+        if func is torch.autograd.grad:
+            return _differentiate(*args, **(kwargs or {}))
         if func is torch.autograd.backward:  # with dispatch: the user's hooks run inside
             args, kwargs = replaced((args, kwargs or {}), Tensor, edge_of)
             return func(*args, **kwargs)
@@ -89,36 +101,31 @@ class Watched(Lazy):
         if not is_own and (func in ON_HOST or not is_inside_step(func, args, kwargs)):
             return super().__torch_function__(func, types, args, kwargs)
         is_read = not writes(func) and "out" not in (kwargs or {})
-        units: list[Unit] = []  # of shards
-        hosts: dict[int, Any] = {}  # the parameters that leaves replace, by the ids of the leaves
+        found = streamed_in((args, kwargs))
+        shards = [weight.unit for weight in found if weight.is_shard]
         copies = Copies()  # of views of the user's, on the device
 
         def on_device(tensor: Any) -> Any:
             """Return the leaf or device tensor that the function gets in an argument's place."""
             weight = tensor.weight_of() if isinstance(tensor, Watched) else None
             if weight is None:
-                return _to_device(here, tensor) if is_read else tensor
+                return _to_device(found[0].leaf.device, tensor) if is_read and found else tensor
             if tensor is not weight.host:
                 tensor.before()
                 with without_dispatch():
                     return copies.add(tensor, tensor.to(weight.leaf.device))
             sync_requires_grad(weight)
-            if weight.is_shard:
-                units.append(weight.unit)
-            hosts[id(weight.leaf)] = tensor
             return weight.leaf
 
-        watched = found_in((args, kwargs), Watched)
-        here = next((weight.leaf.device for each in watched if (weight := each.weight_of()) is not None), None)
         own = weights.get(id(args[0])) if args else None
         args, kwargs = replaced((args, kwargs or {}), Tensor, on_device)
         if func in STRIDING and own is not None and not own.is_shard:
             args, kwargs = _as_strided_arguments(own, *args, **kwargs)
-        with without_dispatch(), using(units) if units else NO_CONTEXT:
+        with without_dispatch(), using(shards) if shards else NO_CONTEXT:
             result = call_with_leaves(func, args, kwargs)
         result = copies.keep_writes(result)
         # The parameter and not its leaf: nothing would keep the leaf's unit on the device for the next function.
-        return hosts.get(id(result), result) if isinstance(result, Tensor) else result
+        return next((weight.host for weight in found if weight.leaf is result), result)
 
     def before(self) -> None:
         """Wait for pending steps of the unit and copies of its slab, so that the host may use the bytes."""
@@ -182,9 +189,19 @@ class Alias(Watched, Tensor):
         return repr(self.plain())  # as a plain run prints it
 
 
-def _to_device(device: torch.device | None, tensor: Any) -> Any:
+def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Implement `torch.autograd.grad` for parameters among the inputs: gradients of leaves, passed through hooks."""
+    found = torch.autograd.grad(outputs, replaced(inputs, Tensor, edge_of), *args, **kwargs)
+    params = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    return tuple(
+        through_hooks(param, grad) if grad is not None and id(param) in weights else grad
+        for param, grad in zip(params, found, strict=True)
+    )
+
+
+def _to_device(device: torch.device, tensor: Any) -> Any:
     """Copy a host tensor to the device if a function gets it together with a weight there; a 0-d tensor stays."""
-    if device is None or not tensor.ndim or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if not tensor.ndim or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return tensor
     if isinstance(tensor, HostGradient):
         tensor = tensor.plain()
@@ -213,24 +230,24 @@ def is_in_own_call(tensor: Any) -> bool:
     return weight is not None and bool(weight.unit.depth)
 
 
+def streamed_in(value: Any) -> list[Weight]:
+    """List the streamed weights whose bytes tensors in a value have."""
+    return [weight for tensor in found_in(value, Watched) if (weight := tensor.weight_of()) is not None]
+
+
 def is_inside_step(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a function gets weights on the device and not on the host: the rule is at the top of this file."""
-    if (
-        func not in MAKING
-        and torch.is_grad_enabled()
-        and any(tensor.requires_grad for tensor in found_in((args, kwargs), Watched))
-    ):
-        return True
     tensors = list(found_in((args, kwargs), Tensor))
-    watched = [each for each in tensors if isinstance(each, Watched)]
-    found = [weight for each in watched if (weight := each.weight_of()) is not None]
+    watched: list[Any] = [each for each in tensors if isinstance(each, Watched)]
+    if func not in MAKING and torch.is_grad_enabled() and any(each.requires_grad for each in watched):
+        return True
+    found = streamed_in(watched)
     if any(weight.unit.window.is_in_call for weight in found):
         return True
-    where = {weight.leaf.device for weight in found}
     plain = [each for each in tensors if not isinstance(each, Watched)]
     others = {each.device for each in plain if each.ndim or each.device.type != "cpu"}  # a number is on the host
     if others:
-        return any(device.type != "cpu" for device in where & others)
+        return any(weight.leaf.device.type != "cpu" and weight.leaf.device in others for weight in found)
     is_in_step = any(weight.unit.window.is_in_step for weight in found)
     return is_in_step and all(id(each) in weights for each in watched)  # writes to an alias go to the host
 

@@ -378,7 +378,8 @@ def test_a_copy_may_be_late_but_is_refused_where_unordered(late, early, run):
 
 
 def test_a_streamed_module_refuses_a_cuda_graph_and_runs_on(run):
-    *said, runs_on = run("""
+    *said, runs_on = run(
+        """
 net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
 x, said = torch.ones(2, 8, device="cuda"), []
 with sp_lightning.stream(net, "cuda", window=3), torch.no_grad():
@@ -391,5 +392,7 @@ with sp_lightning.stream(net, "cuda", window=3), torch.no_grad():
         except sp_lightning.errors.UnsupportedError as error:
             said.append(str(error))
 print(json.dumps(said))
-""")
+""",
+        numbers=True,
+    )
     assert said[0].startswith("0 was entered while a CUDA graph is captured") and runs_on == "nothing"

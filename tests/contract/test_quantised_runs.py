@@ -43,21 +43,18 @@ def test_adapters_train_over_a_quantised_base_beside_the_disk(device, form, plac
 
 
 @parity.product(
-    ("nf4", "adapted", SETTINGS[0], "cpu"),
-    ("coded", "adapted", SETTINGS[1], "simgpu"),
+    ("nf4", SETTINGS[0], "cpu"),
+    ("coded", SETTINGS[1], "simgpu"),
     form=wrapped.TRAINED,
-    net=list(wrapped.NETS),
     setting=SETTINGS[:2],
     device=parity.DEVICES,
 )
 @pytest.mark.slow
-def test_two_ranks_train_adapters_over_one_shared_quantised_base(device, form, net, setting):
-    for library in ("peft", "transformers") if net == "llama" else ():
-        pytest.importorskip(library)
+def test_two_ranks_train_adapters_over_one_shared_quantised_base(device, form, setting):
     window, activations = setting
     options = {"activations": activations, "window": window}
-    expected = processes.run(2, wrapped.train_on_ranks, None, form, net=net)
-    found = processes.run(2, wrapped.train_on_ranks, options, form, device.type, net)
+    expected = processes.run(2, wrapped.train_on_ranks, None, form)
+    found = processes.run(2, wrapped.train_on_ranks, options, form, device.type)
     for theirs, ours in zip(expected, found, strict=True):
         assert [parity.difference(*pair) for pair in zip(theirs, ours, strict=True)] == [None] * len(theirs)
 

@@ -11,13 +11,25 @@ import torch
 import wrapped
 from often import often
 from side_by_side import check, inputs, observe, training
+from stream_programs import POLICIES
 from torch import nn
 
 import parity
 import sp_lightning
 
 
-@parity.product(form=list(wrapped.FORMS), device=parity.DEVICES)
+@parity.product(
+    ("coded", "keep", "simgpu"),
+    ("nf4", "recompute+offload", "simgpu"),
+    form=wrapped.TRAINED,
+    activations=POLICIES,
+    device=parity.DEVICES,
+)
+def test_adapters_train_over_a_quantised_base(device, form, activations):
+    check(wrapped.adapted(form), wrapped.trained_and_evaluated, device, activations=activations)
+
+
+@parity.product(form=wrapped.EVALUATED, device=parity.DEVICES)
 def test_a_quantised_base_is_evaluated(device, form):
     wrapped.skip_unless_computed(form, device)
 

@@ -361,20 +361,6 @@ def test_a_weight_that_gets_another_type_or_shape_is_an_error(device, other, mon
 # --- Precision, and kernels that read weights otherwise
 
 
-class Overflowing(models.ZooModule):
-    """Has a batch whose scaled gradients are infinite."""
-
-    def training_step(self, batch, index):
-        loss = super().training_step(batch, index)
-        return loss * 1e36 if index == 1 else loss
-
-
-@pytest.mark.simgpu
-def test_a_step_that_overflows_is_skipped_as_in_the_plain_run():
-    settings = {"accelerator": "simgpu", "precision": "16-mixed", "clip": ("norm", 0.1)}
-    parity.check(models.case("mlp"), {"window": 1}, **settings, kind=Overflowing)
-
-
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_the_evaluation_fast_path_of_transformer_encoders(device, padding, context):

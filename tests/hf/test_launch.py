@@ -89,23 +89,6 @@ def test_a_script_ends_as_it_ends(script, capsys):
         main(["launch", "--", script, "--fail"])
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        ([], "the script must be after --: a path, or -m module, got ''"),
-        (["--", "-m"], "the script must be after --: a path, or -m module, got '-m'"),
-        (["--", "gone.py"], "the script must be a file, or -m and a module, got 'gone.py'"),
-        (["--window", "0", "--", "script.py"], "window must be an int >= 1 or 'auto', got '0'"),
-        (["--windows", "1", "--", "script.py"], "launch does not know --windows 1"),
-        (["script.py"], "launch does not know script.py: put -- before the script"),
-    ],
-)
-def test_a_wrong_command_line_is_refused(arguments, said, script, capsys, monkeypatch):
-    monkeypatch.chdir("folder")
-    assert launch(*arguments) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
-
-
 @pytest.mark.slow
 def test_the_script_of_trls_command_runs_unchanged(tmp_path, monkeypatch):
     for package in ("trl", "datasets"):

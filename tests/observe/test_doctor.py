@@ -9,7 +9,7 @@ import pytest
 from sp_lightning import cli
 from sp_lightning.errors import OptionError, UnsupportedError
 from sp_lightning.host.device import available
-from sp_lightning.host.machine import HostMemory, gpu_lanes, gpus_by_vendor, is_wsl2
+from sp_lightning.host.machine import HostMemory, gpus_by_vendor
 from sp_lightning.observe.doctor import Disk, Facts, examine, findings
 
 GIB = 2**30
@@ -22,11 +22,9 @@ HEALTHY = Facts(
     device_name="a device",
     device_nbytes=24 * GIB,
     gpus={"NVIDIA": 1},
-    lanes=((16, 16),),
     torch_version="2.15.0",
     torch_accelerator="cuda",
     host=HostMemory(total=128 * GIB, free=120 * GIB, limited_by="machine", machine=128 * GIB),
-    wsl2=False,
     pin_tried_nbytes=GIB,
     pinned_nbytes=GIB,
     lock_limit_nbytes=None,
@@ -62,7 +60,6 @@ SICK = {
     "a torch for another vendor": (on_cpu(gpus={"AMD": 1}), "device", r"the 1 AMD GPU that .*: install a ROCm build"),
     "an old driver": (on_cpu(), "device", r"shows 1 NVIDIA GPU, and torch 2\.15\.0 finds none: update the driver"),
     "no GPU": (on_cpu(gpus={}), "device", r"there is no accelerator: streaming works but gains nothing"),
-    "a narrow slot": (facts(lanes=((4, 16),)), "link", r"uses 4 of its 16 PCIe lanes, .* 4 times as long: put it"),
     "few page locks": (
         facts(pinned_nbytes=GIB // 2, lock_limit_nbytes=8 * 2**20),
         "page locks",
@@ -78,7 +75,6 @@ SICK = {
         "host memory",
         r"16\.00 GiB of host memory are free for a device of 24\.00 GiB, .* 16 bytes with AdamW: add memory",
     ),
-    "Linux in Windows": (facts(wsl2=True), "WSL2", r"\(WSL2\) with 128\.00 GiB of memory.*wslconfig, .* --shutdown"),
     "few threads": (facts(threads=1), "threads", r"1 threads on 16 cores, .* idle: set OMP_NUM_THREADS=16"),
     "many threads": (facts(threads=32), "threads", r"32 threads on 16 cores, .* wait .*: set OMP_NUM_THREADS=16"),
     "no compiler": (
@@ -160,33 +156,3 @@ def test_gpus_are_found_by_what_their_drivers_show(tmp_path):
         node.mkdir(parents=True)
         (node / "gpu_id").write_text(identity)
     assert gpus_by_vendor(tmp_path) == {"NVIDIA": 2, "AMD": 1}
-
-
-def test_lanes_are_those_of_gpus(tmp_path):
-    def device(address, **files):
-        folder = tmp_path / "sys/bus/pci/devices" / address
-        folder.mkdir(parents=True)
-        for name, text in files.items():
-            (folder / name).write_text(text + "\n")
-
-    device("0", vendor="0x10de", **{"class": "0x030200"}, current_link_width="8", max_link_width="16")
-    device("1", vendor="0x10de", **{"class": "0x040300"}, current_link_width="8", max_link_width="16")  # sound
-    device("2", vendor="0x8086", **{"class": "0x030000"}, current_link_width="1", max_link_width="16")
-    device("3", vendor="0x1002", **{"class": "0x120000"})
-    assert gpu_lanes(tmp_path) == [(8, 16)]
-
-
-@pytest.mark.parametrize(
-    "version, found",
-    [
-        ("Linux version 5.15.153.1-microsoft-standard-WSL2 (root@941d701f84f1)", True),
-        ("Linux version 6.1.21-custom-WSL2+ (me@here)", True),
-        ("Linux version 6.8.0-45-generic (buildd@lcy02)", False),
-        (None, False),
-    ],
-)
-def test_linux_in_windows_is_recognised_by_its_kernel(version, found, tmp_path):
-    if version is not None:
-        (tmp_path / "proc").mkdir()
-        (tmp_path / "proc" / "version").write_text(version + "\n")
-    assert is_wsl2(tmp_path) is found

@@ -312,25 +312,6 @@ def test_the_chart_of_the_readme_is_drawn_from_a_result_file():
     assert charts.CHART.read_text() == charts.chart(charts.result())  # else run: python docs/make_charts.py
 
 
-def test_a_newer_comparison_takes_the_place_of_the_chart(tmp_path, monkeypatch):
-    charts = script("make_charts")
-    setting = {"model": "m", "batch": 4, "seq": 2048, "precision": "p", "clip": 1.0, "activations": "keep"}
-    names = {"superpipeline window=auto resident=auto": 1.0, "deepspeed": 2.0, "fsdp2": None, "plain": 0.5}
-    rows = [
-        {"label": name, "contender": name, "device_peak": 2**30, "step_s": seconds and {"median": seconds}}
-        for name, seconds in names.items()
-    ]
-    setting |= {"steps": 3, "repetitions": 1}
-    facts = {"device": "card", "cores": 8, "commit": "abcdefghi+", "date": "2026-12-01T1", "versions": {"torch": "2"}}
-    facts["versions"]["deepspeed"] = "1"
-    results = [{"label": "m, 8192 tokens, clipped", "setting": setting, "rows": rows}]
-    (tmp_path / "step-card.json").write_text(json.dumps({"facts": facts, "results": results}))
-    monkeypatch.setattr(charts, "RESULTS", tmp_path)
-    found = charts.result()
-    assert [bar.seconds for bar in charts.bars(found)] == [1.0, 2.0]
-    assert "commit abcdefg with local changes" in charts.chart(found) and "step-card.json" in charts.chart(found)
-
-
 def test_the_chart_of_windows_is_drawn_from_its_file():
     charts = script("make_charts")
     found = json.loads(charts.PLANNED.read_text())

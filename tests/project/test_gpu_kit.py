@@ -10,8 +10,6 @@ import re
 import subprocess
 import sys
 
-import compare
-import measured
 import publish
 import pytest
 import torch
@@ -136,43 +134,6 @@ def test_cells_are_exact_through_torchs_cuda(part, late, null_cuda, tmp_path):
     few = ["--part", part, "--minutes", "0.8", "--jobs", "1"]
     found, done = run(tmp_path, "exact", *few, environment=null_cuda(numbers=True, late=late))
     assert found["results"] and {result["difference"] for result in found["results"]} == {None}, done.stdout
-
-
-# ---- bars
-
-
-def row(contender, seconds, device_peak=None):
-    turn = {"seconds": seconds, "losses": [1.0], "device_peak": device_peak, "host_peak": 9, "bytes_up": 0}
-    return compare.Row(contender, turns=[] if seconds is None else [turn], error=None if seconds else "it fell")
-
-
-def verdict(bar, plain, ours, **more):
-    setting = compare.setting_of(model="llama-tiny", device="cpu", **more)
-    return bar(measured.Result(setting, None, [plain, ours]))
-
-
-GIB = 1 << 30
-
-
-@pytest.mark.parametrize(
-    "bar, plain, ours, reached",
-    [
-        (measured.speed(0.8), row("plain", 1.0), row("superpipeline", 1.2), True),
-        (measured.speed(0.9), row("plain", 1.0), row("superpipeline", 1.2), False),
-        (measured.speed(0.8, 0.25), row("plain", 1.0, GIB), row("superpipeline", 1.2, GIB), False),
-        (measured.speed(0.8, 0.25), row("plain", 1.0, GIB), row("superpipeline", 1.2, 1), True),
-        (measured.speed(0.8, 0.25), row("plain", 1.0), row("superpipeline", 1.2), None),
-        (measured.speed(0.8), row("plain", None), row("superpipeline", 1.2), None),
-        (measured.memory(0.6, 1.2), row("plain", 1.0, 100), row("superpipeline", 1.1, 40), True),
-        (measured.memory(0.6, 1.2), row("plain", 1.0, 100), row("superpipeline", 1.3, 40), False),
-        (measured.ahead("fsdp2", 3), row("fsdp2", 3.1), row("superpipeline", 1.0), True),
-        (measured.ahead("fsdp2", 3), row("fsdp2", 2.9), row("superpipeline", 1.0), False),
-        (measured.excess(0.1), row("plain", 1.0), row("superpipeline", 1.05), True),
-    ],
-)
-def test_a_bar_is_met_or_missed_or_says_why_not_known(bar, plain, ours, reached):
-    found = verdict(bar, plain, ours)
-    assert found.reached is reached and ("not known: " in found.measured) == (reached is None)
 
 
 # ---- what the notes say of them

@@ -139,6 +139,17 @@ def test_a_recipe_has_the_plain_runs_bits_on_a_device(recipe):
     parity.compare(left(plain), left(fit(recipe, on[0], folder="streamed")))
 
 
+@SLOW
+@pytest.mark.parametrize("recipe", CHATS)
+def test_a_recipe_has_the_bits_of_ddp_on_two_devices(recipe):
+    """In processes that Lightning starts."""
+    command = ["-m", "sp_lightning", "fit", f"--config=examples/{recipe}/config.yaml", "--trainer.max_steps=2", *QUIET]
+    for folder, strategy in (("plain", ["--trainer.strategy=ddp_find_unused_parameters_true"]), ("streamed", [])):
+        done = process(*command, "--trainer.devices=2", f"--trainer.default_root_dir={folder}", *strategy)
+        assert done.returncode == 0, done.stderr[-3000:]
+    parity.compare(left(pathlib.Path("plain")), left(pathlib.Path("streamed")))
+
+
 class AfterOneEpoch(L.Callback):
     """Saves a checkpoint."""
 

@@ -354,6 +354,35 @@ def encoder_decoders() -> Iterator[tuple[str, str, str, str, dict[str, Any]]]:
     yield "bart", "BartForConditionalGeneration", "BartConfig", "tied embeddings, cross-attention", bart
 
 
+def towers() -> Iterator[tuple[str, str, Callable[[int], Any], str, dict[str, Any]]]:
+    """The classes' name and suffix, batches, what is special, settings."""
+    whisper = {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16, "use_cache": False}
+    yield "Whisper", "ForConditionalGeneration", spectrum_and_text, "tied head, convolutions first", whisper
+    wav2vec2 = {**TEXT_ENCODER, "conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 8]}
+    wav2vec2 |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    wav2vec2 |= {"mask_time_prob": 0.0, "layerdrop": 0.0}
+    yield "Wav2Vec2", "ForCTC", sound, "weight norm on a convolution", wav2vec2
+    yield "ViT", "ForImageClassification", picture, "class token", VISION
+    yield "Dinov2", "ForImageClassification", picture, "layer scale", VISION
+    swin = {"image_size": IMAGE, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
+    swin |= {"window_size": 4}
+    yield "Swin", "ForImageClassification", picture, "stages of two sizes, relative-position biases", swin
+    convnext = {"hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2}
+    yield "ConvNext", "ForImageClassification", picture, "layer scale", convnext
+    siglip = {"text_config": {**TEXT_ENCODER, "projection_size": 32}, "vision_config": VISION}
+    yield "Siglip", "Model", picture_and_text, "two towers, pooling by attention", siglip
+    llava = {
+        "text_config": {**BIG, "model_type": "llama"},
+        "vision_config": {**VISION, "model_type": "clip_vision_model"},
+    }
+    llava |= {"image_token_id": 2, "image_token_index": 2}
+    yield "Llava", "ForConditionalGeneration", picture_in_text(16), "tower, projector and language model", llava
+    tower = {**VISION, "model_type": "siglip_vision_model", "projection_dim": 32, "vision_use_head": False}
+    paligemma = {"text_config": {**BIG, "model_type": "gemma", "head_dim": 8}, "vision_config": tower}
+    paligemma |= {"projection_dim": 32, "hidden_size": 32, "image_token_index": 2}
+    yield "PaliGemma", "ForConditionalGeneration", picture_in_text(16), "tower, projector, tied head", paligemma
+
+
 def transformers_families() -> Iterator[Family]:
     def family(name: str, make: Callable[[], nn.Module], batch: Callable[[int], Any], special: str) -> Family:
         return Family(models.Case(name, make, batch, spread, predictions, tags=frozenset({"transformers"})), special)
@@ -363,75 +392,12 @@ def transformers_families() -> Iterator[Family]:
         yield family(name, transformer(net, config, **settings), text, special)
     for name, net, config, special, settings in encoder_decoders():
         yield family(name, transformer(net, config, **settings, use_cache=False), two_texts, special)
-    whisper = {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16, "use_cache": False}
-    yield family(
-        "whisper",
-        transformer("WhisperForConditionalGeneration", "WhisperConfig", **whisper),
-        spectrum_and_text,
-        "tied head, convolutions first",
-    )
-    wav2vec2 = {**TEXT_ENCODER, "conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 8]}
-    wav2vec2 |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
-    wav2vec2 |= {"mask_time_prob": 0.0, "layerdrop": 0.0}
-    yield family(
-        "wav2vec2", transformer("Wav2Vec2ForCTC", "Wav2Vec2Config", **wav2vec2), sound, "weight norm on a convolution"
-    )
-    yield family("vit", transformer("ViTForImageClassification", "ViTConfig", **VISION), picture, "class token")
-    yield family(
-        "dinov2", transformer("Dinov2ForImageClassification", "Dinov2Config", **VISION), picture, "layer scale"
-    )
-    swin = {
-        "image_size": IMAGE,
-        "patch_size": 4,
-        "embed_dim": 16,
-        "depths": [2, 2],
-        "num_heads": [2, 4],
-        "window_size": 4,
-    }
-    yield family(
-        "swin",
-        transformer("SwinForImageClassification", "SwinConfig", **swin),
-        picture,
-        "stages of two sizes, relative-position biases",
-    )
-    convnext = {"hidden_sizes": [8, 16], "depths": [2, 2], "num_stages": 2}
-    yield family(
-        "convnext", transformer("ConvNextForImageClassification", "ConvNextConfig", **convnext), picture, "layer scale"
-    )
     yield family("clip", clip, picture_and_text, "two towers")
-    siglip = {"text_config": {**TEXT_ENCODER, "projection_size": 32}, "vision_config": VISION}
-    yield family(
-        "siglip",
-        transformer("SiglipModel", "SiglipConfig", **siglip),
-        picture_and_text,
-        "two towers, pooling by attention",
-    )
     yield family("blip2", blip2, picture_in_text(4, 60), "two towers and queries between them")
-    llava = {
-        "text_config": {**BIG, "model_type": "llama"},
-        "vision_config": {**VISION, "model_type": "clip_vision_model"},
-    }
-    yield family(
-        "llava",
-        transformer("LlavaForConditionalGeneration", "LlavaConfig", **llava, image_token_id=2, image_token_index=2),
-        picture_in_text(16),
-        "tower, projector and language model",
-    )
     yield family("qwen2_vl", qwen2_vl, qwen_picture_in_text, "tower of merged patches, three-way positions")
-    tower = {**VISION, "model_type": "siglip_vision_model", "projection_dim": 32, "vision_use_head": False}
-    paligemma = {
-        "text_config": {**BIG, "model_type": "gemma", "head_dim": 8},
-        "vision_config": tower,
-        "projection_dim": 32,
-        "hidden_size": 32,
-    }
-    yield family(
-        "paligemma",
-        transformer("PaliGemmaForConditionalGeneration", "PaliGemmaConfig", **paligemma, image_token_index=2),
-        picture_in_text(16),
-        "tower, projector, tied head",
-    )
     yield family("detr", detr, picture, "convolutional backbone, queries, frozen norms")
+    for stem, suffix, batch, special, settings in towers():
+        yield family(stem.lower(), transformer(stem + suffix, f"{stem}Config", **settings), batch, special)
 
 
 # --- torchvision

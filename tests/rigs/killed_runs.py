@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from ranked_runs import RememberingLoader, Scheduled
 
 import models
+import parity
 import sp_lightning
 from sp_lightning.store import pipeline, placement
 
@@ -29,13 +30,11 @@ def main(folder):
     L.seed_everything(0, verbose=False)
     module = Scheduled(case, "adamw")
     saves = ModelCheckpoint(f"{folder}/checkpoints", every_n_train_steps=3, save_last=True, save_top_k=-1)
-    trainer = L.Trainer(
+    trainer = parity.make_trainer(
         strategy=sp_lightning.SuperpipelineStrategy(units=case.units, window=1, host_budget="0B", disk=folder),
         accelerator="cpu",
         max_steps=STEPS,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
         callbacks=[saves, Lasts()],
     )
     data = [case.batch(i) for i in range(STEPS)]

@@ -8,7 +8,8 @@
    under torchrun.
 3. An exception in any rank, or a race on a simulated device, is raised here, with all ranks' tracebacks. Once a rank
    does not answer, the processes are ended, and the next run makes new ones.
-4. A rank ends with its parent, whatever ends that: else one that waits for others would do so for minutes.
+4. A rank is a fork of a server that has imported torch and Lightning. It ends with the server, and that with this
+   process, whatever ends it: else one that waits for others would do so for minutes.
 """
 
 from __future__ import annotations

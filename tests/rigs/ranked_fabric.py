@@ -25,19 +25,20 @@ Loop = Callable[[Fabric], Iterator[Any]]
 
 
 class Net(nn.Module):
-    """Blocks with a batch norm, and dropout."""
+    """Blocks with a batch norm, of which one may be skipped, and perhaps dropout."""
 
-    def __init__(self, width: int = 16, out: int = 8) -> None:
+    def __init__(self, width: int = 16, out: int = 8, drop: float = 0.0) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh()) for _ in range(4)
         )
-        self.dropout = nn.Dropout(0.2)
+        self.dropout = nn.Dropout(drop)
         self.head = nn.Linear(width, out)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
+    def forward(self, x: Tensor, skipped: int | None = None) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != skipped:
+                x = block(x)
         return self.head(self.dropout(x))
 
 
@@ -62,7 +63,7 @@ def state_of(fabric: Fabric, optimizer: Any) -> Any:
 
 def gan(fabric: Fabric) -> Iterator[Any]:
     """Trains two modules in turn, each with an optimizer of its own."""
-    generator, critic = Net(out=16), Net(out=1)
+    generator, critic = Net(out=16, drop=0.2), Net(out=1, drop=0.2)
     generator, of_generator = fabric.setup(generator, adamw(generator))
     critic, of_critic = fabric.setup(critic, adamw(critic))
     for step, x in enumerate(batches(fabric)):
@@ -85,7 +86,7 @@ def gan(fabric: Fabric) -> Iterator[Any]:
 
 def resuming(fabric: Fabric) -> Iterator[Any]:
     """Saves after some steps, goes on, and trains again from there."""
-    net = Net()
+    net = Net(drop=0.2)
     net, optimizer = fabric.setup(net, adamw(net))
     folder = fabric.broadcast(tempfile.mkdtemp() if fabric.is_global_zero else None)
     data = list(batches(fabric))

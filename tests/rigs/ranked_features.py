@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
     EMAWeightAveraging,
-    GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -140,11 +139,6 @@ class FinetunedByCallback(OptimizesWhatIsTrained):
     """Has the order of DDP's reference, whose callback this is under the strategy."""
 
 
-class KeepsZeros(Plain):
-    def optimizer_zero_grad(self, epoch: int, batch_index: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
-
-
 class Gathers(Plain):
     """Gathers from all ranks, with gradients too."""
 
@@ -153,27 +147,6 @@ class Gathers(Plain):
         found = self.all_gather(loss, sync_grads=True)
         self.see(self.all_gather({"rank": torch.tensor(self.global_rank), "loss": loss.detach()}))
         return loss + found.square().mean()
-
-
-class Measures(Plain):
-    """Logs a torchmetrics metric, whose state is summed over ranks."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        from torchmetrics import MeanMetric
-
-        self.metric = MeanMetric()
-        self.val_metric = MeanMetric()
-
-    def training_step(self, batch: Any, batch_index: int) -> Tensor:
-        loss = super().training_step(batch, batch_index)
-        self.metric(loss.detach())
-        self.log("metric", self.metric, on_step=True, on_epoch=True, batch_size=1)
-        return loss
-
-    def validation_step(self, batch: Any, batch_index: int) -> None:
-        self.val_metric(self.case.loss(self.net, batch))
-        self.log("val_metric", self.val_metric, batch_size=1)
 
 
 class Adversaries(Plain):
@@ -249,7 +222,6 @@ class Feature:
     settings: dict[str, Any] = field(default_factory=dict)
     under_ddp: Callable[..., Plain] | None = None  # where DDP needs other code for the same
     callbacks_under_ddp: Callable[[], list[Callback]] | None = None
-    on_the_cpu_only: str = ""  # why
 
 
 FEATURES = {
@@ -270,21 +242,11 @@ FEATURES = {
         under_ddp=FreezesAndAddsAGroup,
         callbacks_under_ddp=list,
     ),
-    "zeros": Feature(KeepsZeros, "skipped_block", settings={"epochs": 2}),
     "gathering": Feature(Gathers),
-    "metrics": Feature(
-        Measures, settings={"epochs": 2}, on_the_cpu_only="gloo gathers no metric from a simulated device"
-    ),
     "adversaries": Feature(Adversaries, settings={"epochs": 2}),
     "accumulation by hand": Feature(AccumulatesByHand, settings={"batches": 6}),
-    "growing accumulation": Feature(
-        optimizer="sgd",
-        callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2})],
-        settings={"batches": 5, "epochs": 2},
-    ),
     "regulariser, accumulation": Feature(Regularised, settings={"batches": 9, "accumulate": 3}),
     "odd parameters": Feature(HasOddParameters, settings={"clip": ("norm", 0.1)}),
-    "lbfgs": Feature(NormsInValidation, "batch_norm", "lbfgs"),
 }
 
 
@@ -332,16 +294,12 @@ class Norm(L.LightningModule):
 def synchronised_norms() -> tuple[str, bool]:
     """Fit a module with ``sync_batchnorm``; return its norm's type in the fit, and whether it is synchronised after."""
     module = Norm()
-    trainer = L.Trainer(
+    trainer = parity.make_trainer(
         strategy=sp_lightning.SuperpipelineStrategy(),
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         max_steps=1,
         sync_batchnorm=True,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(torch.ones(4, 4), batch_size=2))
     return module.kinds[0], isinstance(module.norm, nn.SyncBatchNorm)
@@ -354,7 +312,7 @@ def masters(name: str, precision: str, accelerator: str = "cpu") -> list[Tensor]
     with ranked_runs.simulated(accelerator), tempfile.TemporaryDirectory() as root:
         L.seed_everything(1, verbose=False)
         module = models.ZooModule(case)
-        trainer = L.Trainer(
+        trainer = parity.make_trainer(
             strategy=sp_lightning.SuperpipelineStrategy(window=2, master_weights=True),
             accelerator=accelerator,
             devices=size,
@@ -362,10 +320,6 @@ def masters(name: str, precision: str, accelerator: str = "cpu") -> list[Tensor]
             use_distributed_sampler=False,
             max_epochs=1,
             default_root_dir=root,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         batches = [case.batch(size * number + rank) for number in range(4)]
         trainer.fit(module, DataLoader(batches, batch_size=None, shuffle=False))

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranked_fabric import Net, adamw
 from ranked_runs import simulated
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -89,27 +90,6 @@ def resume_in_the_middle(folder: pathlib.Path, **settings: Any) -> Iterator[Any]
 
 
 # ---- loops with accelerate
-
-
-class Net(nn.Module):
-    """Blocks with a batch norm and a part that a rank may skip."""
-
-    def __init__(self, width: int = 16, out: int = 8) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh()) for _ in range(4)
-        )
-        self.head = nn.Linear(width, out)
-
-    def forward(self, x: Tensor, skipped: int | None = None) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            if number != skipped:
-                x = block(x)
-        return self.head(x)
-
-
-def adamw(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=0.01, foreach=False)
 
 
 def batches() -> DataLoader[Tensor]:

@@ -103,17 +103,13 @@ def leg(
         L.seed_everything(0, verbose=False)
         module = Scheduled(case, optimizer)
         L.seed_everything(1, verbose=False)
-        trainer = L.Trainer(
+        trainer = parity.make_trainer(
             strategy=strategy,
             accelerator=accelerator,
             devices=size // pretended_nodes.count(),
             num_nodes=pretended_nodes.count(),
             max_steps=steps,
             default_root_dir=root,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             limit_val_batches=2,
             callbacks=[SavesAfter(save_after, target)],
         )

@@ -60,16 +60,14 @@ def main(strategy: str, folder: pathlib.Path) -> None:
     seen: dict[str, Any] = {}
 
     def make_trainer(name: str) -> L.Trainer:
-        return L.Trainer(
+        return parity.make_trainer(
             strategy=strategy,
             accelerator="cpu",
             devices=2 // pretended_nodes.count(),
             num_nodes=pretended_nodes.count(),
             max_epochs=2,
-            logger=False,
+            enable_checkpointing=True,
             callbacks=[ModelCheckpoint(folder / name, monitor="val_loss")],
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
 
     def see(name: str, value: Any) -> None:

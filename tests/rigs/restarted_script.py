@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from ranked_runs import Dies, RememberingLoader, Scheduled
 
 import models
+import parity
 import sp_lightning
 
 STEPS, DIES_AT = 8, 5
@@ -26,15 +27,13 @@ def main(folder: pathlib.Path, victim: int | None = None) -> None:
     L.seed_everything(0, verbose=False)
     module = Scheduled(case, "adamw")
     L.seed_everything(1, verbose=False)
-    trainer = L.Trainer(
+    trainer = parity.make_trainer(
         strategy=sp_lightning.SuperpipelineStrategy(units=case.units, window=2),
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=nodes,
         max_steps=STEPS,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
         callbacks=[
             ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True, save_top_k=-1),
             Dies(folder, victim, DIES_AT),

@@ -213,8 +213,10 @@ def local(value: Tensor) -> Tensor:
     return found.wait() if hasattr(found, "trigger_wait") else found
 
 
-def seen(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what there is to see in a value: of a DTensor its layout and this rank's part."""
+def seen(name: str, value: Any, whole: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield what there is to see in a value: of a DTensor its layout and this rank's part, or all of it."""
+    if whole and isinstance(value, DTensor):
+        value = value.full_tensor()
     if isinstance(value, DTensor):
         yield f"{name} as", f"{value.placements} {tuple(value.shape)} {value.stride()}"
         yield name, local(value).detach().cpu().clone()
@@ -222,7 +224,7 @@ def seen(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value.detach().cpu().clone()
     elif isinstance(value, dict):
         for key, part in value.items():
-            yield from seen(f"{name}.{key}", part)
+            yield from seen(f"{name}.{key}", part, whole)
     else:
         yield name, value
 
@@ -570,8 +572,6 @@ def misused(how: str) -> str:
                 read = next(model.parameters()).square().sum()  # on the host, where the vocabulary is cut
                 read.full_tensor().backward()  # type: ignore[attr-defined]
                 model(words).sum().backward()
-            elif how == "grad":
-                torch.autograd.grad(model(words).sum(), weight)
             elif how == "create_graph":
                 model(words).sum().backward(create_graph=True)
             else:
@@ -595,6 +595,16 @@ def marked() -> tuple[list[bool], str]:
     with sp_lightning.stream(model, device, window=1):
         found = [vars(p).get("number") == i and known[i]() is p for i, p in enumerate(model.parameters())]
         return found, error_of(before.backward)  # type: ignore[operator]
+
+
+def asked_for(streams: bool) -> list[Tensor]:
+    """Return the gradients that `torch.autograd.grad` finds."""
+    mesh, _, device = begin(False)
+    torch.manual_seed(0)
+    model = made("in sequence", mesh)
+    with sp_lightning.stream(model, device, window=1) if streams else contextlib.nullcontext():
+        loss = model(torch.arange(24).view(3, 8)).square().sum()
+        return [local(grad) for grad in torch.autograd.grad(loss, list(model.parameters()))]
 
 
 def of_some(streams: bool) -> list[Tensor | None]:

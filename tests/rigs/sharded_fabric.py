@@ -48,12 +48,7 @@ class Loop:
         self.draw = torch.Generator().manual_seed(mesh["data_parallel"].get_local_rank())
 
     def see(self, name: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, part in value.items():
-                self.see(f"{name}.{key}", part)
-        else:
-            whole = value.full_tensor() if isinstance(value, sharded.DTensor) and self.data > 1 else value
-            self.found.update(sharded.seen(name, whole))
+        self.found.update(sharded.seen(name, value, self.data > 1))
 
     def look(self, at: str) -> None:
         for name, parameter in self.net.named_parameters():

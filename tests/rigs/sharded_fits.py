@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader
 
+import parity
 import sp_lightning
 
 STEPS = 4
@@ -91,13 +92,7 @@ class Watch(L.Callback):
         self.found: dict[str, Any] = {}
 
     def see(self, name: str, value: Any) -> None:
-        if self.whole and isinstance(value, DTensor):
-            value = value.full_tensor()
-        elif self.whole and isinstance(value, dict):
-            for key, part in value.items():
-                self.see(f"{name}.{key}", part)
-            return
-        self.found.update(sharded.seen(name, value))
+        self.found.update(sharded.seen(name, value, self.whole))
 
     def on_predict_start(self, trainer: Any, module: Any) -> None:
         handle = getattr(trainer.strategy, "handle", None)
@@ -144,14 +139,11 @@ def trainer(
     """Make a Trainer of all ranks, of which nothing is left."""
     with mock.patch.dict(os.environ), simulated(accelerator), tempfile.TemporaryDirectory() as root:
         L.seed_everything(0, verbose=False)
-        yield L.Trainer(
+        yield parity.make_trainer(
             strategy=strategy(options, data, distributed),
             accelerator=accelerator,
             devices=2 * data,
             default_root_dir=root,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             **{"max_steps": STEPS, "limit_val_batches": 2, "enable_checkpointing": False} | settings,
         )
 

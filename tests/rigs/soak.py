@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import models
+import parity
 import sp_lightning
 from sp_lightning.store import pipeline
 
@@ -173,16 +174,15 @@ def run(name: str, steps: int, begin: int, every: int, leaks: bool) -> list[tupl
             in_files.put(module.net, folder)
             options |= {"host_budget": "0B", "disk": folder}
             patch.setattr(pipeline, "MOST", 1 << 15)
-        trainer = L.Trainer(
+        trainer = parity.make_trainer(
             accelerator=SimGPUAccelerator(),
             strategy=sp_lightning.SuperpipelineStrategy(**options),
             max_steps=steps,
             max_epochs=-1,
             default_root_dir=folder,
             logger=Forgetful(),
-            enable_progress_bar=False,
-            enable_model_summary=False,
             val_check_interval=0.5,
+            enable_checkpointing=True,
             callbacks=[
                 watch,
                 checkpoint,

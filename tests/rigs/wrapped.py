@@ -255,26 +255,13 @@ def tokens(device: Any, number: int) -> Tensor:
     return torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(number)).to(device)
 
 
-def loss_of_vectors(call: Any, number: int, device: str) -> Tensor:
-    return call(models.vectors(number)[0].to(device)).square().mean()
-
-
-def loss_of_tokens(call: Any, number: int, device: str) -> Tensor:
-    ids = tokens(device, number)
-    return call(input_ids=ids, labels=ids).loss
-
-
-NETS = {"adapted": (adapted, loss_of_vectors), "llama": (llama, loss_of_tokens)}
-
-
-def train_on_ranks(options: dict[str, Any] | None, form: str, device: str = "cpu", net: str = "adapted") -> list[Any]:
+def train_on_ranks(options: dict[str, Any] | None, form: str, device: str = "cpu") -> list[Any]:
     """Losses, trained weights and the bytes of the others, of this rank: under DDP without options, else streamed."""
     rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "gloo" if options is None or device == "cpu" else simccl.register()
     dist.init_process_group(backend, rank=rank, world_size=size)
     torch.manual_seed(0)
-    make, loss_of = NETS[net]
-    module: Any = make(form)()
+    module: Any = adapted(form)()
     call, handle, seen = module, contextlib.nullcontext(), []
     if options is None:
         device = "cpu"
@@ -287,13 +274,13 @@ def train_on_ranks(options: dict[str, Any] | None, form: str, device: str = "cpu
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2, foreach=False)
         for step in range(3):
-            loss = loss_of(call, 2 * step + rank, device)
+            loss = call(models.vectors(2 * step + rank)[0].to(device)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             seen.append(loss.detach().cpu())
         with torch.no_grad():
-            seen.append(loss_of(call, 7 + rank, device).cpu())
+            seen.append(call(models.vectors(7 + rank)[0].to(device)).cpu())
         seen += [p.detach().clone() for p in trained]
     seen += [part.clone() for weight in weights(module).values() for part in parts(weight)]
     dist.destroy_process_group()

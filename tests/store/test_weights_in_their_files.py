@@ -43,12 +43,6 @@ def train(run, model):
         return losses, model(run.x(9))
 
 
-def autocast(run, model):
-    with torch.autocast(run.device.type, torch.bfloat16, cache_enabled=False):
-        losses = run.loop(model, lambda m, o, i: run.train(m(run.x(i)).float().square().mean(), o))
-    return losses
-
-
 def write_between_steps(run, model):
     losses = run.loop(model, count=2)
     with torch.no_grad():
@@ -74,11 +68,6 @@ def test_training_has_the_bits_of_weights_in_memory(device, policy, window):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_weight_that_is_written_goes_up_from_memory(device, program):
     check(Program(program, net, options={"host_budget": 0}), device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_weights_that_autocast_casts_travel_as_in_their_file(device):
-    check(Program(autocast, net, options={"host_budget": 0, "wire": torch.bfloat16}), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

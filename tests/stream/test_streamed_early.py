@@ -103,23 +103,6 @@ def with_closures(run, model, early):
     return optimizer
 
 
-def scheduled(run, model, early):
-    """Rates change between the steps, weights of some units do not train, and one is read in between."""
-    model.blocks[1].requires_grad_(False)
-    optimizer = adamw(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    for i in range(4):
-        early(optimizer)
-        model(run.x(i)).square().mean().backward()
-        optimizer.seen.append(model.blocks[1].up.weight.detach().clone())
-        optimizer.step()
-        early(None)
-        optimizer.seen.append(model.blocks[2].up.weight.detach().clone())
-        scheduler.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
 class Twice(Block):
     """A unit whose weights are used twice in one call."""
 
@@ -144,7 +127,6 @@ CASES = {
     "resident": (once, Net, {"resident": 2}),
     "accumulated": (accumulated, Net, {}),
     "closures": (with_closures, Net, {}),
-    "scheduled": (scheduled, Net, {}),
     "narrow": (functools.partial(once, casts=True), Net, {"wire": torch.bfloat16}),
     "called_twice": (once, Repeated, {}),
     "twice_inside": (once, lambda: Net(Twice), {}),

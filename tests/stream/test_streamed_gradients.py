@@ -20,24 +20,6 @@ PROGRAMS = []
 program = collected(PROGRAMS)
 
 
-@program(Net, "keep", "offload")
-def scaler_clips_and_accumulates(run, model):
-    optimizer, seen = run.adamw(model.parameters()), []
-    scaler = torch.amp.GradScaler(run.device.type, init_scale=1024.0, growth_interval=2)
-    for i in range(5):
-        for j in range(2):
-            with torch.autocast(run.device.type, dtype=torch.bfloat16, cache_enabled=False):
-                loss = model(run.x(10 * i + j)).float().square().mean() * (float("inf") if (i, j) == (2, 1) else 1)
-            scaler.scale(loss).backward()
-            seen.append(loss.detach().clone())
-        scaler.unscale_(optimizer)
-        seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return seen
-
-
 class Reentrant(Block):
     """A block whose backward runs another one."""
 
@@ -103,24 +85,6 @@ def taken_by_autograd_and_assigned(run, model):
 
 
 @program()
-def added_from_an_earlier_backward(run, model):
-    def step(model, optimizer, i):
-        one, other = model(run.x(i)).square().mean(), model(run.x(i + 3)).cos().mean()
-        one.backward()
-        kept = [p.grad.clone() for p in model.parameters()]
-        optimizer.zero_grad()
-        other.backward()
-        for param, grad in zip(model.parameters(), kept, strict=True):
-            param.grad += grad * 0.5
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-        return one
-
-    return run.loop(model, step)
-
-
-@program()
 def views_kept_and_zeroed_after_the_step(run, model):
     def step(model, optimizer, i):
         model(run.x(i)).square().mean().backward()
@@ -151,41 +115,15 @@ def multiplied_by_a_tensor_that_changes_later(run, model):
     return run.loop(model, step)
 
 
-@program()
-def zeroed_after_the_step(run, model):
-    def step(model, optimizer, i):
-        loss = model(run.x(i)).square().mean()
-        loss.backward()
-        optimizer.step()
-        for param in model.parameters():
-            param.grad.zero_()
-        return loss
-
-    return run.loop(model, step)
-
-
 def clipped_by_value(model):
     nn.utils.clip_grad_value_(model.parameters(), 1e-3)
     return nn.utils.clip_grad_norm_(model.parameters(), 1e-3, norm_type=float("inf"))
-
-
-def clipped_twice(model):
-    return [nn.utils.clip_grad_norm_(model.parameters(), most) for most in (0.05, 0.01)]
 
 
 def clipped_by_the_total_norm(model):
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
     nn.utils.clip_grads_with_norm_(list(model.parameters()), 0.01, norm)
     return norm
-
-
-def norms_of_weights_and_gradients(model):
-    return torch.stack([norm for p in model.parameters() for norm in (p.detach().norm(), p.grad.norm(2))]).cpu()
-
-
-def written_by_data(model):
-    for param in model.parameters():
-        param.grad.data.clamp_(-1e-3, 1e-3)
 
 
 def swapped_and_shared(model):
@@ -205,17 +143,6 @@ def multiplied_by_numbers_and_read(model):
     return seen
 
 
-def kept_by_detach_and_multiplied(model):
-    kept = model.blocks[1].up.weight.grad.detach()
-    model.blocks[1].up.weight.grad.mul_(0.5)
-    return kept.cpu().clone()
-
-
-def replaced_by_their_signs(model):
-    for param in model.parameters():
-        param.grad = param.grad.sign()
-
-
 def added_to_with_weights_at_once(model):
     grads = [p.grad for p in model.blocks.parameters()]
     torch._foreach_add_(grads, [p.detach() for p in model.blocks.parameters()], alpha=1e-2)
@@ -233,14 +160,9 @@ def by_arguments_that_are_named(model):
 EDITS = [
     by_arguments_that_are_named,
     clipped_by_value,
-    clipped_twice,
     clipped_by_the_total_norm,
-    norms_of_weights_and_gradients,
-    written_by_data,
     swapped_and_shared,
     multiplied_by_numbers_and_read,
-    kept_by_detach_and_multiplied,
-    replaced_by_their_signs,
     added_to_with_weights_at_once,
 ]
 

@@ -8,6 +8,7 @@ import weakref
 import numpy
 import pytest
 import torch
+from often import often
 from stream_programs import PLACES, POLICIES, Block, Net, cases, check, collected, stream, streamed
 from torch import nn
 from torch.autograd import forward_ad
@@ -74,25 +75,6 @@ def a_selective_checkpoint_is_around_each_block(run, model):
         for block in model.blocks:
             x = checkpoint(block, x, use_reentrant=False, context_fn=context)
         return run.train(model.head(x).square().mean(), optimizer)
-
-    return run.loop(model, step)
-
-
-@program(Net, "keep", "recompute")
-def blocks_are_called_by_a_loop_of_the_user(run, model):
-    def step(model, optimizer, i):
-        x = model.emb(run.x(i))
-        for block in model.blocks:
-            x = block(x)
-        return run.train(model.head(x).square().mean(), optimizer)
-
-    return run.loop(model, step)
-
-
-@program(Net, "keep", "recompute", "offload")
-def two_forwards_have_one_backward(run, model):
-    def step(model, optimizer, i):
-        return run.train(model(run.x(i)).square().mean() + model(run.x(9 + i)).sin().mean(), optimizer)
 
     return run.loop(model, step)
 
@@ -234,7 +216,7 @@ class WritesSaved(Block):
         return x + self.down(b)
 
 
-@pytest.mark.parametrize("policy", ["keep", "offload"])  # recomputation finds no writes, as any checkpoint
+@pytest.mark.parametrize("policy", often(POLICIES))
 def test_a_saved_tensor_that_was_written_raises_torch_s_error(policy):
     model = Net(WritesSaved)
     with streamed(model, "cpu", activations=policy), pytest.raises(RuntimeError, match="modified by an inplace"):

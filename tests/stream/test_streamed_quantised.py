@@ -6,62 +6,31 @@ import functools
 import pytest
 import torch
 import wrapped
-from often import often
-from stream_programs import POLICIES, Program, check, streamed
+from side_by_side import check
+from stream_programs import streamed
 from torch import nn
 
 import models
 from sp_lightning.errors import UnsupportedError
 
-TORCHAO = ["int8", "nf4", "nvfp4", "float8", "intx4"]
 
-
-def trained(run, model):
-    """Train adapters, then compute without gradients."""
-    optimizer = run.noted(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2))
-    seen = []
-    for i in range(3):
-        x = run.x(i, 4, models.FEATURES)
-        seen.append(run.train(model(x).square().mean(), optimizer))
-    with torch.no_grad():
-        seen.append(model(run.x(7, 4, models.FEATURES)))
-    with torch.inference_mode():
-        seen.append(model(run.x(8, 4, models.FEATURES)))
-    return seen
-
-
-def check_form(make, device, policy="keep", **options):
-    check(Program(trained, make, (policy,), options), device, policy)
-
-
-@pytest.mark.parametrize("device", often(["simgpu", "cpu"]))
-@pytest.mark.parametrize("form", often(["coded", *TORCHAO], "coded", "nf4"))
-@pytest.mark.parametrize("policy", often(POLICIES))
-@pytest.mark.simgpu
-def test_adapters_train_over_a_quantised_base(device, form, policy):
-    check_form(wrapped.adapted(form), device, policy)
-
-
-@pytest.mark.parametrize("device", often(["simgpu", "cpu"]))
-@pytest.mark.simgpu
 def test_quantised_weights_outside_of_units_stay_on_the_device(device):
     def make():
         net = wrapped.adapted("coded")()
         net.stem = wrapped.quantise(net.stem, "coded")
         return net
 
-    check_form(make, device)
-    check_form(wrapped.adapted("coded"), device, resident=2)
+    check(make, wrapped.trained_and_evaluated, device)
+    check(wrapped.adapted("coded"), wrapped.trained_and_evaluated, device, resident=2)
 
 
-@pytest.mark.simgpu
-def test_a_quantised_weight_that_two_modules_share():
+def test_a_quantised_weight_that_two_modules_share(device):
     def make():
         net = wrapped.adapted("coded")()
         net.blocks[3].up.base.weight = net.blocks[0].up.base.weight
         return net
 
-    check_form(make, "simgpu", "recompute")
+    check(make, wrapped.trained_and_evaluated, device, activations="recompute")
 
 
 @pytest.mark.simgpu

@@ -4,7 +4,6 @@ import pytest
 import torch
 from often import often
 from stream_programs import Net, Program, Run, cases, check, collected, stream
-from test_streamed_weights import penalised_outside_of_their_modules
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -80,7 +79,13 @@ def gradients_projected(run, model):
     return run.loop(model, step)
 
 
-program(Net, "keep", "recompute")(penalised_outside_of_their_modules)
+@program(Net, "keep", "recompute")
+def penalised_outside_of_their_modules(run, model):
+    def step(model, optimizer, i):
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return run.train(model(run.x(i)).square().mean() + 1e-3 * penalty, optimizer)
+
+    return run.loop(model, step)
 
 
 @pytest.mark.parametrize("resident", often([3, 0, 1, 5, Bytes(100_000)]))

@@ -12,21 +12,6 @@ PROGRAMS = []
 program = collected(PROGRAMS)
 
 
-@program(Net, "keep", "recompute")
-def aliases_are_written_after_each_step(run, model):
-    """An average of two weights, by views that were taken once."""
-    optimizer = run.adamw(model.parameters())
-    views = [(p.data, q.data) for p, q in zip(model.blocks[0].parameters(), model.blocks[3].parameters(), strict=True)]
-
-    def step(model, optimizer, i):
-        loss = run.step(model, optimizer, i)
-        for one, other in views:
-            one.lerp_(other, 0.1)
-        return loss
-
-    return run.loop(model, step, optimizer)
-
-
 class Named(Block):
     """A block that finds its weights in dicts and lists of the user's."""
 

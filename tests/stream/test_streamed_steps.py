@@ -79,18 +79,6 @@ def an_optimizer_per_weight_in_a_hook(run, model):
     return seen
 
 
-@program(Net, "keep", "recompute")
-def groups_added_later(run, model):
-    for block in model.blocks[:3]:
-        block.requires_grad_(False)
-    optimizer = run.adamw(model.parameters())
-    seen = [run.step(model, optimizer, i) for i in range(2)]
-    model.requires_grad_(True)
-    added = [param for block in model.blocks[:3] for param in block.parameters()]
-    optimizer.add_param_group({"params": added, "lr": 1e-3})
-    return seen + [run.step(model, optimizer, i) for i in range(3)]
-
-
 @program()
 def two_optimizers_over_the_same_weights(run, model):
     one = run.adamw(model.parameters())

@@ -1,14 +1,9 @@
 """Weights that a program reads, writes, keeps, replaces, shares and saves are those of the plain run."""
 
-import copy
-import io
-
 import pytest
 import torch
-import torch.nn.functional as F
 from stream_programs import PLACES, Block, Net, cases, check, collected, device_named, stream, streamed
 from torch import nn
-from torch.nn.utils import prune
 
 from sp_lightning.errors import ExactnessError, UnsupportedError
 
@@ -31,15 +26,6 @@ def backed_up_by_data_and_put_back(run, model):
         for name, param in model.named_parameters():
             param.data = backup[name]
     return seen
-
-
-@program(Net, "keep", "recompute", "offload")
-def penalised_outside_of_their_modules(run, model):
-    def step(model, optimizer, i):
-        penalty = sum(p.square().sum() for p in model.parameters())
-        return run.train(model(run.x(i)).square().mean() + 1e-3 * penalty, optimizer)
-
-    return run.loop(model, step)
 
 
 WRITES = [
@@ -114,63 +100,6 @@ def given_to_functional_call(run, model):
     return run.loop(model, step)
 
 
-@program(Net, "keep", "recompute")
-def replaced_between_steps(run, model):
-    def step(model, optimizer, i):
-        loss = run.step(model, optimizer, i)
-        if i == 1:
-            model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach().clone())
-            model.head.bias = nn.Parameter(model.head.bias.detach().clone())
-        return loss
-
-    return run.loop(model, step)
-
-
-@program(Net, "keep", "recompute")
-def loaded_between_steps(run, model):
-    optimizer = run.adamw(model.parameters())
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    seen = [run.step(model, optimizer, i) for i in range(3)]
-    schedule.step()
-    state, weights = copy.deepcopy(optimizer.state_dict()), {k: v.clone() for k, v in model.state_dict().items()}
-    seen += [run.step(model, optimizer, i) for i in range(2)]
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    return seen + [run.step(model, optimizer, i) for i in range(3)]
-
-
-@program()
-def pruned_between_steps(run, model):
-    optimizer = run.adamw(model.parameters())
-    seen = [run.step(model, optimizer, 0)]
-    prune.l1_unstructured(model.blocks[1].up, "weight", 0.5)
-    prune.l1_unstructured(model.head, "weight", 0.5)
-    seen += [run.step(model, optimizer, i) for i in range(3)]
-    prune.remove(model.blocks[1].up, "weight")
-    prune.remove(model.head, "weight")
-    return seen + [run.step(model, optimizer, i) for i in range(3)]
-
-
-class Adapted(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        draw, device = torch.Generator().manual_seed(1), base.weight.device
-        self.base = base
-        self.a = nn.Parameter((torch.randn(4, base.in_features, generator=draw) * 0.1).to(device))
-        self.b = nn.Parameter((torch.randn(base.out_features, 4, generator=draw) * 0.1).to(device))
-
-    def forward(self, x):
-        return self.base(x) + x @ self.a.t() @ self.b.t()
-
-
-@program(Net, "keep", "recompute")
-def adapted_after_streaming_began(run, model):
-    model.requires_grad_(False)
-    for block in model.blocks:
-        block.up = Adapted(block.up)
-    return run.loop(model)
-
-
 class Tagged(Block):
     def forward(self, x):
         self.up.weight.tag = getattr(self.up.weight, "tag", 0) + 1
@@ -187,11 +116,6 @@ class Writing(Block):
         with torch.no_grad():
             self.up.weight.mul_(0.99)
         return super().forward(x)
-
-
-@program(lambda: Net(Writing), "keep", "offload")
-def written_by_their_own_forward(run, model):
-    return run.loop(model)
 
 
 class WritingData(Block):
@@ -244,30 +168,6 @@ def kept_by_their_module_for_the_loss(run, model):
     return run.loop(model, step) + norms
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.emb = nn.Embedding(400, 32)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(32, 400, bias=False)
-        self.head.weight = self.emb.weight
-
-    def forward(self, x):
-        x = self.emb(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-@program(Tied, "keep", "recompute", units=lambda root: [root.emb, *root.blocks])
-def tied_in_a_unit(run, model):
-    optimizer, seen = run.adamw(model.parameters()), []
-    for i in range(4):
-        tokens = torch.randint(0, 400, (2, 6), generator=torch.Generator().manual_seed(i)).to(run.device)
-        seen.append(run.train(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()), optimizer))
-    return seen
-
-
 class TiedNorms(Net):
     def __init__(self):
         super().__init__()
@@ -278,46 +178,6 @@ class TiedNorms(Net):
 @program(TiedNorms, "keep", "recompute", "offload")
 def tied_across_units(run, model):
     return run.loop(model)
-
-
-@program()
-def read_by_aliases_that_are_kept(run, model):
-    optimizer, aliases, seen = run.adamw(model.parameters()), [p.detach().view(-1) for p in model.parameters()], []
-    state = model.state_dict()
-    for i in range(4):
-        run.step(model, optimizer, i)
-        model.to(run.device)  # where it is in the plain run
-        seen.append(torch.cat([alias.cpu() for alias in aliases]))
-        seen.append([value.clone() for value in state.values()])
-    return seen
-
-
-@program()
-def copied_and_saved_after_each_step(run, model):
-    optimizer, seen = run.adamw(model.parameters()), []
-    for i in range(3):
-        run.step(model, optimizer, i)
-        seen.append([p.detach().clone() for p in copy.deepcopy(model).parameters()])
-        file = io.BytesIO()
-        torch.save(model.state_dict(), file)
-        seen.append(list(torch.load(io.BytesIO(file.getvalue())).values()))
-        seen.append(nn.utils.parameters_to_vector([p.detach().cpu() for p in model.parameters()]))
-        seen.append(torch.from_numpy(model.blocks[1].up.weight.detach().cpu().numpy().copy()))
-        seen.append(model.emb.weight.detach().cpu().tolist())
-    return seen
-
-
-@program()
-def moved_to_the_device_by_the_user(run, model):
-    optimizer = run.adamw(model.parameters())
-    seen = [run.step(model, optimizer, 0)]
-    model.to(run.device)
-    for i in range(3):
-        seen.append(model(run.x(i)).square().mean())
-        seen[-1].backward()
-        model.to(run.device)  # with gradients
-    optimizer.step()
-    return [*seen, [p.grad for p in model.parameters()]]
 
 
 @pytest.mark.parametrize("device, window", PLACES)

@@ -11,6 +11,7 @@ from side_by_side import sgd, squares
 
 import models
 import sp_lightning
+from sp_lightning.host.device import aligned
 
 BLOCKS = 8
 uniform = models.stack_of(models.Block, BLOCKS)  # and a small stem and head, which are resident
@@ -76,7 +77,7 @@ def test_a_frozen_prefix_sends_no_gradients_and_skips_backward(device):
     with streaming(models.frozen_prefix, device, window=1) as (net, handle):
         train(net, device)
         step = added(handle, lambda: train(net, device))
-        least, most = (sum(4 * p.numel() for p in of.parameters() if p.requires_grad) for of in (net.blocks, net))
+        least, most = (sum(aligned(p.nbytes) for p in of.parameters() if p.requires_grad) for of in (net.blocks, net))
         assert least <= step["bytes_down"] <= most
         # Forward fetches four blocks; backward has the last one, fetches the third, and needs no other.
         assert step["bytes_up"] == (len(blocks_of(handle)) + 1) * blocks_of(handle)[0].nbytes
