@@ -189,11 +189,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     resident = Resident()
     # Load and start everything that is needed once: of the process, and compiled code with what it is compared with.
     train(Model(2, 8), SingleDeviceStrategy(device))
-    train(Model(2, 256), sp_lightning.SuperpipelineStrategy(window=1, device=device, **given))
+    train(Model(2, 256), sp_lightning.SuperpipelineStrategy(window=1, **given))
     resident = Resident()
     model = make()
     found["made"] = resident.take_peak()
-    train(model, sp_lightning.SuperpipelineStrategy(window=2, device=device, **given), Watch())
+    train(model, sp_lightning.SuperpipelineStrategy(window=2, **given), Watch())
     found["closed"] = resident.now()
     if options.device != "cuda":
         terms[DEVICE] = found["device"]

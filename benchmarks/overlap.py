@@ -163,8 +163,7 @@ def step_ms(units, window, steps, overlap=True, clip=None, optimizer_ms=STEP, de
     """Return the median time from one step's start to the next one's, after warm-up."""
     simgpu.config.h2d_gbps, simgpu.config.d2h_gbps = UNIT_NBYTES / (UP * 1e6), UNIT_NBYTES / (DOWN * 1e6)
     module = Stack(units)
-    device = torch.device("simgpu", 0) if devices == 1 else None
-    strategy = SuperpipelineStrategy(window=window, units=["Block"], device=device, optimizer_overlap=overlap)
+    strategy = SuperpipelineStrategy(window=window, units=["Block"], optimizer_overlap=overlap)
     trainer = L.Trainer(
         accelerator="simgpu",
         devices=devices,

@@ -26,7 +26,7 @@ UNITS, WINDOW, STEP = 8, 3, 30
 def write_timeline(directory):
     """Train ten batches, and write the timeline of three to a directory."""
     simgpu.config.h2d_us, simgpu.config.d2h_us = overlap.UP * overlap.MS, overlap.DOWN * overlap.MS
-    strategy = sp_lightning.SuperpipelineStrategy(window=WINDOW, units=["Block"], device=torch.device("simgpu", 0))
+    strategy = sp_lightning.SuperpipelineStrategy(window=WINDOW, units=["Block"])
     callback = sp_lightning.SuperpipelineCallback(timeline=directory, timeline_steps=range(4, 7))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = Trainer(accelerator="simgpu", strategy=strategy, max_epochs=1, callbacks=[callback], **quiet)

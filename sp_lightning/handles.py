@@ -6,14 +6,22 @@ import contextlib
 import gc
 import os
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from .compat.torch import forbid_access, storage_id
 from .store.store import is_in_source, is_same
+from .stream.parameters import unit_of
 
 open_handles: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def handles_of(handles: Iterable[Any], parameters: Iterable[nn.Parameter]) -> list[Any]:
+    """Return those of the handles that stream any of these parameters."""
+    units = {unit_of(parameter) for parameter in parameters}
+    return [handle for handle in handles if not units.isdisjoint(handle.units)]
 
 
 def _before_fork() -> None:

@@ -100,8 +100,8 @@ class Options:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        self._normalise("window", _count("window", self.window))
-        self._normalise("transfer", _count("transfer", self.transfer))
+        self._normalise("window", count("window", self.window))
+        self._normalise("transfer", count("transfer", self.transfer))
         if self.window != "auto" and self.transfer != "auto" and self.transfer > self.window:
             raise OptionError(argument="transfer", found=self.transfer, allowed=f"at most window ({self.window})")
         self._normalise("resident", _resident(self.resident))
@@ -163,7 +163,7 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _count(argument: str, value: object) -> Count:
+def count(argument: str, value: object) -> Count:
     """Return an option's value as an int >= 1 or "auto"; raise OptionError for any other."""
     if value == "auto":
         return "auto"

@@ -134,7 +134,7 @@ def superpipeline(work: Work, **options: Any) -> None:
     module = work.module(peers=False)
     options = {"activations": work.setting.activations, **options}
     if work.setting.door == "lightning":
-        _with_lightning(work, SuperpipelineStrategy(device=work.device, **options), module)
+        _with_lightning(work, SuperpipelineStrategy(**options), module)
     elif work.setting.door == "transformers":
         with sp_lightning.hf.streaming(**options):
             _with_transformers(work, module)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from lightning.fabric.utilities import imports as _imports
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol as is_local
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_properties
@@ -20,23 +19,19 @@ from lightning.fabric.utilities.distributed import _get_default_process_group_ba
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as sync_if_distributed
 from lightning.fabric.utilities.init import _EmptyInit as EmptyInit
-from lightning.fabric.utilities.optimizer import _optimizers_to_device as move_optimizers
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.loops.utilities import _parse_loop_limits
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
-from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExit
 
 __all__ = [
     "EmptyInit",
     "ScriptLauncher",
-    "TunerExit",
     "WrappingCheckpointIO",
     "all_gather_if_distributed",
     "backend_for",
     "init_process_group",
     "is_local",
-    "move_optimizers",
     "reset_seed",
     "sync_if_distributed",
     "update_properties",
@@ -51,9 +46,6 @@ combined_loader: Callable[[Any], Any] = operator.attrgetter("_combined_loader")
 # Without these our values would be logged at other steps than the user's.
 steps_taken: Callable[[Any], int] = operator.attrgetter("fit_loop.epoch_loop._batches_that_stepped")
 should_log: Callable[[Any], bool] = operator.attrgetter("_logger_connector.should_update_logs")
-
-# A strategy's method that wraps a module in its setup.
-setup_model: Callable[[Any], Callable[[Any], Any]] = operator.attrgetter("_setup_model")
 
 
 def is_setting_up() -> bool:
@@ -76,11 +68,6 @@ average_device: Callable[[Any], Any] = operator.attrgetter("_device")
 def set_average_device(callback: Any, device: Any) -> None:
     """Set the device for a callback's average."""
     callback._device = device
-
-
-def is_interactive() -> bool:
-    """Whether Python runs in a notebook or at a prompt."""
-    return bool(_imports._IS_INTERACTIVE)
 
 
 def local_name(path: str) -> str:

@@ -6,6 +6,5 @@ Tried with pytorch_lightning 2.6.
 from lightning_fabric.utilities.device_dtype_mixin import _update_properties as update_properties
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
-from pytorch_lightning.utilities.exceptions import _TunerExitException as TunerExit
 
-__all__ = ["ScriptLauncher", "TunerExit", "WrappingCheckpointIO", "update_properties"]
+__all__ = ["ScriptLauncher", "WrappingCheckpointIO", "update_properties"]

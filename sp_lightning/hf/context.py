@@ -18,7 +18,7 @@ import importlib
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +32,7 @@ from ..compat.dynamo import never_compiled
 from ..compat.torch import parse_to
 from ..errors import MissingExtraError, UnsupportedError
 from ..handle import Handle
-from ..handles import close_all, close_dropped
+from ..handles import close_all, close_dropped, handles_of
 from ..host.device import Device
 from ..options import Options, format_bytes
 from ..ranks.peers import Alone, Peers
@@ -137,20 +137,20 @@ class Streaming:
         if self._is_left(module, accelerator.device, trains):
             return prepare(accelerator, model, device_placement, evaluation_mode)
         self.take(module, accelerator.device, accelerator.use_distributed and trains)
-        for handle in filter(_is_shared, self._handles_of(module.parameters())):
+        for handle in filter(_is_shared, handles_of(self.handles, module.parameters())):
             _apply_ddp_settings(accelerator.ddp_handler, handle)
         return prepare(accelerator, model, device_placement=False, evaluation_mode=True)  # evaluation mode adds no DDP
 
     def _no_sync(self, no_sync: Any, accelerator: Any, model: Any) -> Iterator[None]:
         """Stand in for Accelerator.no_sync: also pause the exchange of gradients of a streamed model."""
         with contextlib.ExitStack() as stack:
-            for handle in self._handles_of(model.parameters()):
+            for handle in handles_of(self.handles, model.parameters()):
                 stack.enter_context(handle.no_sync())
             yield stack.enter_context(no_sync(accelerator, model))
 
     def _wrap(self, wrap: Any, wrapper: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Stand in for the constructor of DDP: raise for a module that streams."""
-        if self._handles_of(module.parameters()):
+        if handles_of(self.handles, module.parameters()):
             raise UnsupportedError(
                 f"{type(module).__name__} streams, and DDP around it would not exchange gradients: pass the model to "
                 "accelerator.prepare, and leave DistributedDataParallel out"
@@ -159,7 +159,7 @@ class Streaming:
 
     def _prepare_optimizer(self, prepare: Any, accelerator: Any, optimizer: Any, device_placement: Any = None) -> Any:
         """Stand in for Accelerator.prepare_optimizer: leave state to the handles that step the optimizer's weights."""
-        handles = self._handles_of(param for group in optimizer.param_groups for param in group["params"])
+        handles = handles_of(self.handles, (param for group in optimizer.param_groups for param in group["params"]))
         for handle in handles if "state" in vars(optimizer) else ():  # a wrapper has none of its own
             handle.announce(optimizer)
         return prepare(accelerator, optimizer, False if handles else device_placement)
@@ -176,7 +176,7 @@ class Streaming:
         if not streams and (is_here or not _is_model(module) or self._is_left(module, device)):
             return to(module, *args, **kwargs)  # type: ignore[no-any-return]
         if streams and device is not None and device.type == "meta":
-            self._close_handles(self._handles_of(parameters))
+            self._close_handles(handles_of(self.handles, parameters))
             return to(module, *args, **kwargs)  # type: ignore[no-any-return]
         if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
             self._convert(to, module, dtype)
@@ -188,7 +188,7 @@ class Streaming:
 
     def _convert(self, to: Any, module: nn.Module, dtype: torch.dtype) -> None:
         """Convert a module to another type: its handles are closed for that, and it streams again."""
-        ended = self._close_handles(self._handles_of(module.parameters()))
+        ended = self._close_handles(handles_of(self.handles, module.parameters()))
         to(module, dtype)
         for handle in ended:
             self.take(handle.module, handle.device.torch_device, _is_shared(handle))
@@ -205,7 +205,7 @@ class Streaming:
 
         Collective with ``shares``: all processes stream one copy.
         """
-        around, parts = self._handles_of(module.parameters()), set(module.modules())
+        around, parts = handles_of(self.handles, module.parameters()), set(module.modules())
         outside = [handle for handle in around if handle.module not in parts]
         shared = [handle for handle in around if _is_shared(handle)]
         streams = all(unit_of(parameter) is not None for parameter in module.parameters())
@@ -215,7 +215,7 @@ class Streaming:
             self._open_handle(module, device, shares)
             for handle in outside:
                 self.take(handle.module, device)  # its other parts stream again
-        found = self._handles_of(module.parameters())
+        found = handles_of(self.handles, module.parameters())
         self._move_rest(module, found[0].device.torch_device if found else device)
 
     def _open_handle(self, module: nn.Module, device: torch.device, shares: bool) -> None:
@@ -252,11 +252,6 @@ class Streaming:
         for handle in self._close_handles([handle for handle in self.handles if handle.module in parts]):
             _move_parts(handle.module, handle.device.torch_device)
 
-    def _handles_of(self, parameters: Iterable[nn.Parameter]) -> list[Handle]:
-        """Return the handles that stream any of these parameters."""
-        units = {unit_of(parameter) for parameter in parameters}
-        return [handle for handle in self.handles if not units.isdisjoint(handle.units)]
-
     def _move_rest(self, module: nn.Module, device: torch.device) -> None:
         """Move a module's tensors that do not stream: buffers, parts without weights, other parameters."""
         _move_parts(module, device)
@@ -280,7 +275,7 @@ class Streaming:
 
     def _is_left(self, module: nn.Module, device: torch.device | None, trains: bool = True) -> bool:
         """Whether a model is left to stock code, since it fits and ``only_if_needed`` is set; log the decision once."""
-        if device is None or module in self._left or self._handles_of(module.parameters()):
+        if device is None or module in self._left or handles_of(self.handles, module.parameters()):
             return module in self._left
         needed = sum(_needed(parameter, trains) for parameter in module.parameters())
         others, capacity = sum(self._left.values()), Device(device).memory_capacity()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import io
 import logging
 import os
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from ..handle import Handle
 from ..host.recorder import KEPT, RecordedStep
 from ..observe.report import Planned, RunReport, floor_s, ranks_in_words, typical
 from ..observe.timeline import Timeline
-from ..options import format_bytes, is_int
+from ..options import check_writable, format_bytes, is_int
 from .names import Callback, LightningModule, Logger, Trainer, rank_zero_info
 
 log = logging.getLogger(__name__)
@@ -36,14 +33,13 @@ class SuperpipelineCallback(Callback):
     ``log_metrics=True``, a logger. Recording costs host time for each unit and step
     (``python benchmarks/telemetry.py``) and no synchronisation.
 
-    With ``log_metrics=True`` **loggers** get these values, each with the prefix ``superpipeline/``. The first three
-    belong to the logged step. The others are means over the steps since the last logged one; the latest of them is two
-    steps old, because reading never waits for the device.
+    With ``log_metrics=True`` **loggers** get these values, each with the prefix ``superpipeline/``, at the Trainer's
+    ``log_every_n_steps``. They are means over the steps since the last logged one; the latest of them is two steps old,
+    because reading never waits for the device.
 
     ==================== ===========================================================================================
-    ``fetches``          units copied to the device
-    ``bytes_up``         bytes copied to the device
-    ``bytes_down``       bytes copied to the host
+    ``bytes_up``, ``bytes_down``
+                         bytes copied to the device, and to the host, in a step
     ``step_ms``          time from one batch to the next
     ``floor_ms``         time in which the busiest of copies, compute and optimizer worked
     ``floor_share``      floor / step: 1 is the best possible
@@ -58,8 +54,6 @@ class SuperpipelineCallback(Callback):
     ``device_peak_bytes``, ``host_peak_bytes``
                          the most memory in use so far
     ``resident_share``   share of the weights that is on the device
-    ``samples_per_s``, ``tokens_per_s``
-                         tokens only if a batch has ``input_ids``, or begins with a two-dimensional integer tensor
     ==================== ===========================================================================================
 
     The **progress bar** (tqdm or rich) shows the device's peak memory and the share of a step that waits. When training
@@ -68,30 +62,24 @@ class SuperpipelineCallback(Callback):
     each measured. Timelines of other ranks are in folders of their own (``rank1``, ...).
 
     Args:
-        log_every_n_steps: How often loggers get values; None uses the Trainer's own interval.
         timeline: A directory for ``trace.json`` (for https://ui.perfetto.dev) and its picture ``timeline.png``.
         timeline_steps: The training batches of this fit in the timeline, from 0. A shorter run shows its last ones.
         plan: The plan of this run (`sp_lightning.plan`): its step and memory stand beside the measured ones.
-        progress: Whether to show anything on the terminal: values in the progress bar, the table and the report, and a
-            bar while moving weights into host memory, loading or saving takes over a second.
+        progress: Whether to show anything on the terminal: values in the progress bar, the table and the report.
         log_metrics: Whether loggers get the values above.
     """
 
     def __init__(
         self,
-        log_every_n_steps: int | None = None,
         timeline: str | os.PathLike[str] | None = None,
         timeline_steps: Sequence[int] = TIMELINE_STEPS,
         progress: bool = True,
         plan: Planned | None = None,
         log_metrics: bool = False,
     ) -> None:
-        if log_every_n_steps is not None and not (is_int(log_every_n_steps) and log_every_n_steps >= 1):
-            raise OptionError(argument="log_every_n_steps", found=log_every_n_steps, allowed="None or an int >= 1")
         steps = list(timeline_steps) if isinstance(timeline_steps, Iterable) else []
         if not steps or not all(is_int(step) and step >= 0 for step in steps):
             raise OptionError(argument="timeline_steps", found=timeline_steps, allowed="one or more ints >= 0")
-        self.log_every_n_steps = log_every_n_steps
         self.timeline = None if timeline is None else Path(timeline)
         self.timeline_steps = frozenset(steps)
         if plan is not None and not isinstance(plan, Planned):
@@ -100,7 +88,6 @@ class SuperpipelineCallback(Callback):
         self.plan = plan
         self.log_metrics = log_metrics
         self._report: RunReport | None = None
-        self._before: dict[str, int] = {}
         self._drawn: list[RecordedStep] = []  # the steps for the timeline, so far
         self._written = False
         self._handle: Handle | None = None  # the handle of the latest fit
@@ -120,77 +107,59 @@ class SuperpipelineCallback(Callback):
                 f"{type(trainer.strategy).__name__}; pass strategy='superpipeline' or remove the callback"
             )
         if self.timeline is not None and stage == "fit":
-            _check_directory(self.timeline)
-        if self.timeline is not None and importlib.util.find_spec("matplotlib") is None:
-            log.warning(
-                "superpipeline: %s gets a trace for ui.perfetto.dev but no picture, because matplotlib is missing: "
-                "pip install 'sp-lightning[plots]'",
-                self.timeline,
-            )
+            check_writable(self.timeline, "timeline")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start recording if anything will read the record."""
-        self._handle = _handle(trainer)
+        strategy: Any = trainer.strategy
+        self._handle = handle = strategy.handle
         bar = self._bar(trainer)
         self._drawn, self._written = [], False
         wanted = bool(self._loggers(trainer) or bar is not None or self.timeline is not None)
-        strategy: Any = trainer.strategy
-        if self._handle.units and strategy.broadcast(wanted):  # all ranks record if the first one does
+        if handle.units and strategy.broadcast(wanted):  # all ranks record if the first one does
             drawn = self.timeline_steps if self.timeline is not None else ()
             also = {*drawn, *(step - 1 for step in drawn)}  # a deferred step may run on into the next
-            self._report = RunReport(self._handle, self.plan, max(1, self._log_interval(trainer) // KEPT), also)
+            every = trainer.log_every_n_steps // KEPT  # type: ignore[attr-defined]
+            self._report = RunReport(handle, self.plan, max(1, every), also)
         if bar is not None and self._report is not None:
             bar.get_metrics = _BarMetrics(bar, self._report)
-            rank_zero_info(_table(self._report.table()))
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note the counters of transfers before the step."""
-        self._before = _transfer_counts(trainer) if self._loggers(trainer) else {}
+            rows = (f"  {name:9} {value}" for name, value in self._report.table().items())
+            rank_zero_info("\n".join(["superpipeline", *rows]))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what the step added to the counters, and the figures of the steps before."""
-        if self._report is not None:
-            self._keep(self._report.update(), pl_module)
-        if not self._before or not self._is_due(trainer):
+        """Log the figures of the steps before."""
+        if self._report is None:
             return
-        values = {name: float(count - self._before[name]) for name, count in _transfer_counts(trainer).items()}
-        if self._report is not None:
-            values |= self._report.figures()
-            values |= _per_second(batch, values["step_ms"] / 1e3) if "step_ms" in values else {}
-        for logger in self._loggers(trainer):
+        self._keep(self._report.update(), pl_module)
+        if not (self._loggers(trainer) and should_log(trainer)):
+            return
+        values = {f"superpipeline/{name}": value for name, value in self._report.figures().items()}
+        for logger in trainer.loggers if values else ():
             # Not through self.log(), which would add to what the user monitors, prints and saves.
-            logger.log_metrics(
-                {f"superpipeline/{name}": value for name, value in values.items()},
-                step=steps_taken(trainer),
-            )
+            logger.log_metrics(values, step=steps_taken(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the report, with the figures of all ranks, and write the timeline."""
         self._finish(trainer, pl_module, with_ranks=trainer.world_size > 1)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Print the report of an unfinished run, and write its timeline."""
+        """Tell the strategy, print the report of an unfinished run, and write its timeline."""
         if _streams(trainer):
             strategy: Any = trainer.strategy
-            strategy.withhold_checkpoint_callbacks()
+            strategy.note_exception(exception)
         with contextlib.suppress(Exception):  # must not hide the exception that is being raised
             self._finish(trainer, pl_module)
-        self._restore_bar(trainer)  # Lightning does not call teardown after an exception
+        self.teardown(trainer, pl_module, "fit")  # Lightning does not call it after an exception
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the progress bar."""
-        self._restore_bar(trainer)
-
-    # ---- details
-
-    def _restore_bar(self, trainer: Trainer) -> None:
         """Drop the report, and give the progress bar its own ``get_metrics`` back."""
         self._report = None
-        self._before = {}
         if trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.__dict__.pop("get_metrics", None)
+
+    # ---- details
 
     def _bar(self, trainer: Trainer) -> Any:
         """Return the Trainer's progress bar if this callback may show values in it, else None."""
@@ -200,16 +169,6 @@ class SuperpipelineCallback(Callback):
     def _loggers(self, trainer: Trainer) -> Sequence[Logger]:
         """Return the loggers that get values: none without ``log_metrics``."""
         return trainer.loggers if self.log_metrics else ()
-
-    def _log_interval(self, trainer: Any) -> int:
-        """Return how many steps apart loggers get values."""
-        return self.log_every_n_steps or int(trainer.log_every_n_steps)
-
-    def _is_due(self, trainer: Trainer) -> bool:
-        """Whether loggers get values at this step."""
-        if self.log_every_n_steps is None:
-            return should_log(trainer)
-        return bool((steps_taken(trainer) + 1) % self.log_every_n_steps == 0)
 
     def _keep(self, steps: Sequence[RecordedStep], pl_module: LightningModule) -> None:
         """Collect the recorded steps that the timeline shows, and write it when all of them are there."""
@@ -250,17 +209,6 @@ class SuperpipelineCallback(Callback):
         self._report = None
 
 
-def _check_directory(path: Path) -> None:
-    """Raise OptionError if the timeline's directory cannot be made or written to."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        allowed = f"a writable directory ({error.strerror})"
-        raise OptionError(argument="timeline", found=str(path), allowed=allowed) from error
-
-
 class _BarMetrics:
     """Replace a progress bar's ``get_metrics`` to add our values to those it shows.
 
@@ -281,53 +229,6 @@ class _BarMetrics:
         return getattr, (self._bar, "get_metrics")
 
 
-def _table(rows: Mapping[str, str]) -> str:
-    """Format rows as a table of names and values."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("superpipeline", "", box=box.SIMPLE_HEAD)
-    for name, value in rows.items():
-        table.add_row(name, value)
-    text = io.StringIO()
-    Console(width=100, file=text, color_system=None).print(table)
-    return text.getvalue().rstrip()
-
-
-def _per_second(batch: Any, step_s: float) -> dict[str, float]:
-    """Return samples per second and, if a batch shows its tokens, tokens per second."""
-    first = next(_tensors(batch), None)
-    if first is None or not first.dim():
-        return {}
-    named = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    ids = named if isinstance(named, torch.Tensor) else first
-    whole = ids.dim() == 2 and ids.dtype in (torch.int32, torch.int64)
-    return {"samples_per_s": len(first) / step_s, **({"tokens_per_s": ids.numel() / step_s} if whole else {})}
-
-
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch: nested mappings, tuples and lists."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, (Mapping, tuple, list)):
-        for value in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(value)
-
-
-def _transfer_counts(trainer: Trainer) -> dict[str, int]:
-    """Return how often units were copied to the device so far, and the bytes copied each way."""
-    stats = _handle(trainer).stats()
-    return {"fetches": stats["fetches"], "bytes_up": stats["bytes_up"], "bytes_down": stats["bytes_down"]}
-
-
 def _streams(trainer: Trainer) -> bool:
     """Whether the Trainer uses this package's strategy."""
-    return hasattr(trainer.strategy, "withhold_checkpoint_callbacks")
-
-
-def _handle(trainer: Trainer) -> Handle:
-    """Return the handle of the Trainer's strategy."""
-    handle = trainer.strategy.handle  # type: ignore[attr-defined]
-    assert handle is not None
-    return handle  # type: ignore[no-any-return]
+    return hasattr(trainer.strategy, "note_exception")

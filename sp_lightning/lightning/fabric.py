@@ -17,20 +17,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed import is_initialized
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from ..compat.lightning import EmptyInit, is_setting_up
 from ..errors import HalfAppliedStepError, OptionError, UnsupportedError
 from ..handle import Handle
-from ..handles import close_all, close_dropped
-from ..host.device import check_supported
+from ..handles import close_all, close_dropped, handles_of
 from ..optim.half_applied import why_refused
 from ..options import Options
 from ..ranks.peers import Peers
@@ -38,7 +37,7 @@ from ..ranks.watch import KEEPALIVE
 from ..stream.parameters import unit_of
 from ..stream.preparation import move_buffers, move_others
 from .checkpoint_io import MappedCheckpointIO
-from .master_weights import MasterWeights
+from .master_weights import MasterWeights, half_dtype, wire_of
 from .names import (
     Accelerator,
     CheckpointIO,
@@ -48,8 +47,7 @@ from .names import (
     FabricSingleDeviceStrategy,
     update_properties,
 )
-from .several_devices import Axes, SeveralDevices
-from .strategy import WIRES
+from .several_devices import SeveralDevices
 
 
 class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
@@ -59,7 +57,6 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     device through a small window. Results equal those of the plain loop to the last bit.
 
     Args:
-        device: The device that computes. By default the one that Fabric chose.
         accelerator: The accelerator handler; Fabric sets it.
         checkpoint_io: How checkpoints are written and read; Fabric sets it.
         precision: The precision plugin; Fabric sets it.
@@ -74,11 +71,8 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
             steps units beside the next forward if no code in between waits for them.
     """
 
-    _backward_sync_control: Any
-
     def __init__(
         self,
-        device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision: FabricPrecision | None = None,
@@ -89,15 +83,11 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         save_distributed_checkpoint: bool = True,
         **options: Any,
     ) -> None:
-        self.options = Options.parse(**options)
+        parallel = data_parallel_size, tensor_parallel_size, save_distributed_checkpoint
+        self._store(Options.parse(**options), timeout, keepalive, *parallel)
         FabricBaseStrategy.__init__(self, accelerator, checkpoint_io, precision)
-        self._root_device = torch.device(device or "cpu")
-        self._timeout, self._keepalive = timeout, keepalive
-        self._axes = Axes(data_parallel_size, tensor_parallel_size)
-        self._save_distributed_checkpoint = save_distributed_checkpoint  # Lightning's functions read it by this name
-        self._device_given = device is not None
+        self._root_device = torch.device("cpu")
         self._begin_without_modules()
-        check_supported(self.root_device)
 
     def _begin_without_modules(self) -> None:
         self.handles: list[Any] = []  # of the modules that were set up
@@ -120,11 +110,6 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         """The devices' mesh, once Fabric has launched; its axes are "data_parallel" and "tensor_parallel" (Rule 4)."""
         return self._axes.mesh
 
-    def _check_devices(self) -> None:
-        super()._check_devices()
-        if self.is_distributed:
-            self._backward_sync_control = _BackwardSync(self)
-
     def _set_world_ranks(self) -> None:
         self._check_alone()
         self.set_world_ranks()
@@ -132,13 +117,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     def setup_environment(self) -> None:
         """Set up the device and connect the processes. Fabric calls this at each launch."""
         super().setup_environment()
-        self._connect()
-
-    def _connect(self) -> None:
-        """Begin the process group, unless it is begun."""
-        needs_mesh = self._axes.has_shards and self._axes.mesh is None
-        if self.is_distributed and (needs_mesh or not is_initialized()):
-            self._set_up_ranks()
+        self._set_up_ranks()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks."""
@@ -188,17 +167,17 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     @precision.setter
     def precision(self, precision: FabricPrecision | None) -> None:
         if precision is not None and self.options.master_weights:
-            precision = MasterWeights.of(precision)
+            half_dtype(precision)  # raises for other precisions
+            precision = MasterWeights(precision.precision)  # type: ignore[arg-type]
         self._precision = precision
 
     # ---- modules and optimizers
 
-    def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Create weights on the host, whatever code creates them."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(EmptyInit(enabled=bool(empty_init)))
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        with EmptyInit(enabled=bool(empty_init)), self.precision.module_init_context():
+            yield
 
     def module_to_device(self, module: nn.Module) -> None:
         """Begin to stream a module for this rank, but for one that `setup_module` streams for all of them."""
@@ -222,8 +201,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
             module.to(self.root_device)
             return
         if any(unit_of(parameter) is None for parameter in module.parameters()):
-            masters = self.precision.half if isinstance(self.precision, MasterWeights) else None
-            wire = masters or WIRES.get(str(self.precision.precision))
+            wire = wire_of(self.precision, self.options.master_weights)
             self.handles.append(Handle(module, self.root_device, self.options, team, wire=wire))
         move_buffers(module, self.root_device)  # around modules that stream, too
         move_others(module, self.root_device)
@@ -237,12 +215,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
 
     def _handles_of(self, optimizer: Any) -> list[Any]:
         """List the handles that step weights of an optimizer."""
-        units = {unit_of(param) for group in optimizer.param_groups for param in group["params"]}
-        return [handle for handle in self.handles if not units.isdisjoint(handle.units)]
-
-    def handle_of(self, module: nn.Module) -> Handle | None:
-        """Return the handle that streams a module, or one that it is a part of."""
-        return next((one for one in self.handles if any(part is module for part in one.module.modules())), None)
+        return handles_of(self.handles, (param for group in optimizer.param_groups for param in group["params"]))
 
     def teardown(self) -> None:
         """Make all modules plain again, then tear down as the base class does."""
@@ -253,6 +226,16 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
 
     # ---- steps
 
+    # Fabric asks this object to accumulate without an exchange; the base class sets none.
+    _backward_sync_control = property(lambda self: self, lambda self, _: None)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """Leave the gradients of backwards in this context to their ranks."""
+        found = handles_of(self.handles, module.parameters())
+        if not found:
+            raise OptionError(argument="module", found=type(module).__name__, allowed="what fabric.setup returned")
+        return found[0].no_sync() if enabled else contextlib.nullcontext()
+
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step as the base class does; errors that streaming causes say what to do."""
         with contextlib.ExitStack() as stack:
@@ -261,17 +244,6 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
             return FabricBaseStrategy.optimizer_step(self, optimizer, **kwargs)
 
     # ---- checkpoints
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The checkpoint plugin that was passed to Fabric, or the default one, which maps local files."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = MappedCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint as the base class does, but none of a half-applied step."""
@@ -289,9 +261,7 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         optimizers = {key: part for key, part in parts.items() if isinstance(part, Optimizer)}
         if isinstance(self.checkpoint_io, MappedCheckpointIO):
             copied = [name for name, part in parts.items() if isinstance(part, nn.Module) or name in optimizers]
-            if isinstance(state, nn.Module):
-                copied = [*self.get_module_state_dict(state)]
-            self.checkpoint_io.copied_later = ["state"] if "" in optimizers else copied
+            self.checkpoint_io.copied_later = None if "" in copied else copied
         kind: Any = FabricModelParallelStrategy if self._axes.has_shards else FabricBaseStrategy
         found: dict[str, Any] = kind.load_checkpoint(self, path, state, *args, **kwargs)
         for optimizer in optimizers.values():
@@ -300,19 +270,6 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
         for handle in self.handles if self._axes.has_shards else ():
             handle.steps.publish()
         return found
-
-
-class _BackwardSync:
-    """Fabric's way to accumulate gradients without an exchange."""
-
-    def __init__(self, strategy: SuperpipelineFabricStrategy) -> None:
-        self._strategy = strategy
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Leave the gradients of backwards in this context to their ranks."""
-        if (handle := self._strategy.handle_of(module)) is None:
-            raise OptionError(argument="module", found=type(module).__name__, allowed="what fabric.setup returned")
-        return handle.no_sync() if enabled else contextlib.nullcontext()
 
 
 def _empty(kind: type[SuperpipelineFabricStrategy]) -> SuperpipelineFabricStrategy:

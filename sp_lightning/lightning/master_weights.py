@@ -12,6 +12,8 @@ from ..compat.tensors import consists_of_tensors
 from ..errors import OptionError
 from .names import FabricHalfPrecision, HalfPrecision, update_properties
 
+WIRES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
 
 def half_dtype(precision: Any) -> torch.dtype:
     """Return the half-precision type in which the device computes; raise OptionError for other precision plugins."""
@@ -22,6 +24,11 @@ def half_dtype(precision: Any) -> torch.dtype:
             allowed="'bf16-true' or '16-true' with master_weights=True",
         )
     return torch.bfloat16 if precision.precision == "bf16-true" else torch.float16
+
+
+def wire_of(precision: Any, with_masters: bool) -> torch.dtype | None:
+    """Return the type to which a precision plugin casts weights in a step; None if it casts none."""
+    return half_dtype(precision) if with_masters else WIRES.get(precision.precision)
 
 
 def convert(module: nn.Module, half: torch.dtype) -> nn.Module:
@@ -40,20 +47,9 @@ def convert(module: nn.Module, half: torch.dtype) -> nn.Module:
 class MasterWeights(FabricHalfPrecision):
     """Fabric's half precision, of modules whose parameters stay in FP32."""
 
-    @classmethod
-    def of(cls, precision: Any) -> MasterWeights:
-        """Make this plugin for the type of another one; raise OptionError unless that is of half precision."""
-        half_dtype(precision)
-        return cls(precision.precision)
-
-    @property
-    def half(self) -> torch.dtype:
-        """The type in which the device computes."""
-        return half_dtype(self)
-
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert the buffers alone to half precision."""
-        return convert(module, self.half)
+        return convert(module, half_dtype(self))
 
     def module_init_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which weights are created in FP32."""

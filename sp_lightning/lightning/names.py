@@ -8,21 +8,17 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.precision import HalfPrecision as FabricHalfPrecision
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
-from lightning.fabric.strategies import STRATEGY_REGISTRY as FabricStrategyRegistry
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricBaseStrategy
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     Checkpoint,
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, HalfPrecision, Precision
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import (
@@ -30,16 +26,14 @@ from lightning.pytorch.strategies import (
     ParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
-    StrategyRegistry,
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from ..compat.lightning import ScriptLauncher, TunerExit, WrappingCheckpointIO, update_properties
+from ..compat.lightning import ScriptLauncher, WrappingCheckpointIO, update_properties
 
 __all__ = [
     "Accelerator",
-    "BaseFinetuning",
     "Callback",
     "Checkpoint",
     "CheckpointIO",
@@ -48,13 +42,10 @@ __all__ = [
     "FabricModelParallelStrategy",
     "FabricPrecision",
     "FabricSingleDeviceStrategy",
-    "FabricStrategyRegistry",
-    "GradientAccumulationScheduler",
     "HalfPrecision",
     "LightningEnvironment",
     "LightningModule",
     "Logger",
-    "ModelCheckpoint",
     "ModelParallelStrategy",
     "ParallelStrategy",
     "Precision",
@@ -63,12 +54,9 @@ __all__ = [
     "SingleDeviceStrategy",
     "StochasticWeightAveraging",
     "Strategy",
-    "StrategyRegistry",
-    "TensorBoardLogger",
     "TorchCheckpointIO",
     "Trainer",
     "TrainerFn",
-    "TunerExit",
     "WeightAveraging",
     "WrappingCheckpointIO",
     "rank_zero_info",

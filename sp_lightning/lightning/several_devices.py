@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from datetime import timedelta
 from typing import Any, Literal
@@ -29,18 +28,23 @@ from ..compat.lightning import (
     all_gather_if_distributed,
     backend_for,
     init_process_group,
-    is_interactive,
-    set_device_mesh,
     sync_if_distributed,
 )
 from ..compat.tensors import is_dtensor
-from ..errors import OptionError, UnsupportedError
+from ..errors import OptionError
 from ..host.device import check_supported
-from ..options import Options, is_int
+from ..options import Options, count
 from ..ranks.peers import Peers
 from ..ranks.shared_slabs import check_possible
-from ..stream.shards import registering_on_host
-from .names import LightningEnvironment, ScriptLauncher, SLURMEnvironment, TunerExit
+from .checkpoint_io import MappedCheckpointIO
+from .names import (
+    LightningEnvironment,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    ScriptLauncher,
+    SLURMEnvironment,
+    WrappingCheckpointIO,
+)
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # the axes of a mesh, by Lightning's names
 
@@ -48,29 +52,26 @@ DATA, TENSOR = "data_parallel", "tensor_parallel"  # the axes of a mesh, by Ligh
 class Axes:
     """The axes along which a run's devices lie: that of the data, and a second one along which layers are cut (Rule 5).
 
-    Without a size of the second one there is the first alone: each rank has whole layers.
+    Without a size of the second one each rank has whole layers.
     """
 
     def __init__(self, data: int | Literal["auto"], tensor: int | Literal["auto"] | None) -> None:
         if tensor is None and data != "auto":
             raise OptionError(argument="data_parallel_size", found=data, allowed="given with tensor_parallel_size")
-        for argument, size in (("data_parallel_size", data), ("tensor_parallel_size", tensor)):
-            if not (size in ("auto", None) or (isinstance(size, int) and is_int(size) and size >= 1)):
-                raise OptionError(argument=argument, found=size, allowed="'auto' or an int >= 1")
-        self._sizes: Any = data, tensor
         self.has_shards = tensor is not None
-        self.shards: int | None = None  # among how many devices layers are cut, once the size is checked
+        self._sizes: Any = (
+            count("data_parallel_size", data),
+            count("tensor_parallel_size", 1 if tensor is None else tensor),
+        )
         self.mesh: Any = None
         self.group: Any = None  # of the ranks that have the same weights; None: of all
 
-    def check_size(self, world: int, local: int) -> None:
-        """Raise OptionError if ``world`` devices, ``local`` of them on each machine, do not fill the axes."""
-        if not self.has_shards:
-            return
+    def fit(self, world: int, local: int) -> None:
+        """Choose "auto" sizes for ``world`` devices, ``local`` of them on each machine; raise if no sizes fit."""
         data, tensor = self._sizes
         tensor = local if tensor == "auto" else tensor
         data = world // tensor if data == "auto" else data
-        if data * tensor != world or world == 1:
+        if data * tensor != world or (self.has_shards and world == 1):
             raise OptionError(
                 argument="tensor_parallel_size",
                 found=f"{tensor} with data_parallel_size={data}",
@@ -78,32 +79,19 @@ class Axes:
                 "has a process of its own",
             )
         self._sizes = data, tensor
-        self.shards = tensor
 
-    def backend(self, backend: str, device: torch.device) -> str:
-        """Return the backend of the process group."""
-        return f"cpu:gloo,{device.type}:{backend}" if self.has_shards and device.type != "cpu" else backend
-
-    def make_mesh(self, module: Any, device: torch.device) -> None:
-        """Make the mesh of all ranks, and give it to the module."""
-        if not self.has_shards:
-            return
-        if self.mesh is None:
+    def make_mesh(self, device: torch.device) -> None:
+        """Make the mesh of all ranks, once, if layers are cut. Collective."""
+        if self.has_shards and self.mesh is None:
             from torch.distributed.device_mesh import init_device_mesh  # other runs need nothing of it
 
             self.mesh = init_device_mesh(device.type, self._sizes, mesh_dim_names=(DATA, TENSOR))
-        if module is not None:
-            set_device_mesh(module, self.mesh)
-        self.group = self.mesh[DATA].get_group()
+            self.group = self.mesh[DATA].get_group()
 
-    def share(self, world: int, rank: int) -> dict[str, int]:
+    def share(self, rank: int) -> dict[str, int]:
         """Return the arguments of a sampler that draws this rank's share of the data."""
-        data, tensor = self._sizes if self.has_shards else (world, 1)
+        data, tensor = self._sizes
         return {"num_replicas": data, "rank": rank // tensor}
-
-    def making(self) -> contextlib.AbstractContextManager[None]:
-        """Make a module's layers in this context."""
-        return registering_on_host() if self.has_shards else contextlib.nullcontext()
 
     def check_module(self, module: torch.nn.Module) -> None:
         """Raise an error unless the module is cut as the axes say."""
@@ -118,24 +106,32 @@ class Axes:
 
 
 class SeveralDevices:
-    """The devices of a strategy: Lightning chooses them unless the user passed one."""
+    """The devices of a strategy, which Lightning chooses."""
 
     _root_device: torch.device  # Lightning's
-    _device_given: bool  # whether the user passed the device
     _parallel_devices: list[torch.device] | None = None
     cluster_environment: Any = None  # the connector sets these two
     _layer_sync: Any = None
     _num_processes = 1  # on each machine
     _machines = 1
-    _timeout: timedelta
-    _keepalive: timedelta
     options: Options
     _launcher: Any
+    _checkpoint_io: Any
     model: Any
 
-    _axes = Axes("auto", None)
-
-    _syncs_batch_norms = False  # during a fit
+    def _store(
+        self,
+        options: Options,
+        timeout: timedelta,
+        keepalive: timedelta,
+        data: int | Literal["auto"],
+        tensor: int | Literal["auto"] | None,
+        save_distributed: bool,
+    ) -> None:
+        """Store a strategy's options."""
+        self.options, self._timeout, self._keepalive = options, timeout, keepalive
+        self._axes = Axes(data, tensor)
+        self._save_distributed_checkpoint = save_distributed  # Lightning's functions read it by this name
 
     # ---- devices
 
@@ -146,18 +142,10 @@ class SeveralDevices:
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        if devices:
-            devices = self._take_devices(devices)
-        self._parallel_devices = devices
-        if devices and self._device_given and self._root_device.type != devices[0].type:
-            raise OptionError(
-                argument="device",
-                found=str(self._root_device),
-                allowed=f"on the chosen accelerator ('{devices[0]}'); choose its own, or pass no device here",
-            )
-        if devices and not self._device_given:
-            check_supported(devices[0])
-            self._root_device = devices[0]
+        self._parallel_devices = devices and self._take_devices(devices)
+        if self._parallel_devices:
+            check_supported(self._parallel_devices[0])
+            self._root_device = self._parallel_devices[0]
 
     @property
     def num_nodes(self) -> int:
@@ -169,13 +157,7 @@ class SeveralDevices:
         self._machines = count
         self._check_devices()
 
-    @property
-    def _num_nodes(self) -> int:
-        return self._machines
-
-    @_num_nodes.setter
-    def _num_nodes(self, count: int) -> None:  # Fabric sets it past the public one
-        self.num_nodes = count
+    _num_nodes = num_nodes  # Fabric sets it by this name
 
     # ---- ranks
 
@@ -192,135 +174,72 @@ class SeveralDevices:
 
     def _check_devices(self) -> None:
         """Raise an error if the options, or this system, do not allow several devices; Lightning says how many."""
-        if self.is_distributed and self._device_given:
-            raise OptionError(
-                argument="device",
-                found=str(self._root_device),
-                allowed="left out with several devices, which Lightning chooses",
-            )
         self.options.check_devices(self._num_processes, self._machines)
         if self.is_distributed:
             check_possible()
 
-    world_size = property(
-        lambda self: self._num_processes * self._machines, lambda self, _: None
-    )  # SingleDeviceStrategy sets these three
+    # SingleDeviceStrategy sets the first three.
+    world_size = property(lambda self: self._num_processes * self._machines, lambda self, _: None)
     global_rank = property(lambda self: self._rank("global_rank"), lambda self, _: None)
     local_rank = property(lambda self: self._rank("local_rank"), lambda self, _: None)
+    node_rank = property(lambda self: self._rank("node_rank"))
+    is_global_zero = property(lambda self: self._rank("global_rank") == 0)
 
     def _rank(self, which: str) -> int:
         return int(getattr(self.cluster_environment, which)()) if self.is_distributed else 0
 
     @property
-    def shards(self) -> int | None:
-        """The number of devices among which layers are cut; an OptionError if there are not as many."""
-        self._axes.check_size(self.world_size, self._num_processes)
-        return self._axes.shards
-
-    @property
-    def node_rank(self) -> int:
-        """The number of this machine."""
-        return self._rank("node_rank")
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the first rank."""
-        return self._rank("global_rank") == 0
-
-    @property
     def distributed_sampler_kwargs(self) -> Any:
         """The share of the data that this rank gets; None with one device."""
-        return self._axes.share(self.world_size, self.global_rank) if self.is_distributed else None
+        return self._axes.share(self.global_rank) if self.is_distributed else None
 
     def set_world_ranks(self) -> None:
-        """Tell the environment the ranks, and take this rank's device."""
+        """Tell the environment the ranks, and take this rank's device; Lightning's error if a launcher has others."""
         if self.is_distributed:
             assert self.parallel_devices is not None
-            if self.local_rank >= self._num_processes:
-                raise OptionError(
-                    argument="devices",
-                    found=self._num_processes,
-                    allowed=f"more than the local rank, which is {self.local_rank}",
-                )
-            if not 0 <= self.node_rank < self._machines:
-                allowed = f"from 0 to {self._machines - 1}, as there are num_nodes={self._machines}"
-                raise OptionError(argument="NODE_RANK", found=self.node_rank, allowed=allowed)
-            self._check_launched()
+            self.cluster_environment.validate_settings(self._num_processes, self._machines)
             self.cluster_environment.set_global_rank(self.node_rank * self._num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.world_size)
             setattr(rank_zero_only, "rank", self.global_rank)  # noqa: B010  # an attribute of a function
             self._root_device = self.parallel_devices[self.local_rank]
 
-    def _launched(self) -> int:
-        """Return how many processes of this run a launcher has started, by their environment."""
-        environment = self.cluster_environment
-        if isinstance(environment, LightningEnvironment):  # Lightning would start them
-            return 1
-        if isinstance(environment, SLURMEnvironment):  # a job has as many tasks also if its script starts one process
-            return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-        return int(environment.world_size())
-
-    def _check_launched(self) -> None:
-        """Raise OptionError unless a launcher started as many processes as several machines have devices (Rule 3)."""
-        environment = self.cluster_environment
-        if self._machines == 1 or isinstance(environment, LightningEnvironment):
-            return
-        if environment.world_size() != self.world_size:
-            raise OptionError(
-                argument="num_nodes",
-                found=self._machines,
-                allowed=f"such that num_nodes * devices, which is {self._machines} * {self._num_processes}, are the "
-                f"{environment.world_size()} processes that {type(environment).__name__} finds",
-            )
-
     def _check_alone(self) -> None:
         """Raise OptionError if this run on one device is one of several processes that a launcher started (Rule 1)."""
-        if not self.is_distributed and (processes := self._launched()) > 1:
-            finder = type(self.cluster_environment).__name__
+        environment = self.cluster_environment
+        if self.is_distributed or isinstance(environment, LightningEnvironment):  # which would start them
+            return
+        processes = int(environment.world_size())
+        if isinstance(environment, SLURMEnvironment):  # a job has as many tasks also if its script starts one process
+            processes = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+        if processes > 1:
             raise OptionError(
                 argument="devices",
                 found=1,
-                allowed=f"{processes}, the number of processes that {finder} finds, or as many per machine with "
-                "num_nodes: with 1 device each of them trains on all the data by itself; if that is meant, pass "
-                "plugins=[LightningEnvironment()], and to each a folder of its own",
+                allowed=f"{processes}, the number of processes that {type(environment).__name__} finds, or as many per "
+                "machine with num_nodes: with 1 device each of them trains on all the data by itself; if that is "
+                "meant, pass plugins=[LightningEnvironment()], and to each a folder of its own",
             )
 
     def _configure_launcher(self) -> None:
+        """Make a launcher and a checkpoint plugin: the connector calls this when it has set what the user passed."""
+        self._checkpoint_io = self._checkpoint_io or MappedCheckpointIO()
+        if isinstance(self._checkpoint_io, WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = MappedCheckpointIO()  # of a wrapper without one of the user's
         if self.is_distributed:
-            if is_interactive() and not self.cluster_environment.creates_processes_externally:
-                raise UnsupportedError(
-                    "several devices need a process each, which a notebook cannot start: write a script and run it "
-                    "with python or torchrun, or pass devices=1"
-                )
-            self._launcher = _Launcher(self.cluster_environment, self._num_processes, self._machines)
+            self._launcher = ScriptLauncher(self.cluster_environment, self._num_processes, self._machines)
 
     # ---- setup
 
     def _set_up_ranks(self) -> None:
-        """Connect the processes, as DDP does."""
-        self._axes.check_size(self.world_size, self._num_processes)
+        """Connect the processes, as DDP does, unless they are connected. Collective."""
+        self._axes.fit(self.world_size, self._num_processes)
         if self.is_distributed:
             self.set_world_ranks()
-            backend = self._axes.backend(backend_for(self._root_device), self._root_device)
+            backend, kind = backend_for(self._root_device), self._root_device.type
+            if self._axes.has_shards and kind != "cpu":
+                backend = f"cpu:gloo,{kind}:{backend}"
             init_process_group(self.cluster_environment, backend, timeout=self._timeout)
-            self._axes.make_mesh(self._module_to_make, self._root_device)
-
-    @property
-    def _module_to_make(self) -> Any:
-        """The module that may make its layers once the ranks are connected."""
-        return None
-
-    def _sync_batch_norms(self) -> None:
-        """Have batch norms compute with the data of all ranks, by the Trainer's ``sync_batchnorm``."""
-        if self._layer_sync is not None and self.is_distributed:
-            self._syncs_batch_norms = True
-            self.model = self._layer_sync.apply(self.model)
-
-    def _revert_batch_norms(self) -> None:
-        """Give the module back its own kind of batch norms, as DDP does. Safe twice."""
-        if self._syncs_batch_norms:
-            self._syncs_batch_norms = False
-            self.model = self._layer_sync.revert(self.model)
+            self._axes.make_mesh(self._root_device)
 
     def _team(self) -> Peers | None:
         """Make what this rank and the others have together while a module streams; None with one device."""
@@ -336,22 +255,24 @@ class SeveralDevices:
 
     # ---- collectives
 
+    @property
+    def _is_connected(self) -> bool:
+        """Whether there are other ranks, to which this one is connected."""
+        return self.is_distributed and dist.is_initialized()
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
-        if self.is_distributed and dist.is_initialized():
+        if self._is_connected:
             dist.barrier(device_ids=[self._root_device.index] if dist.get_backend() == "nccl" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of one rank."""
-        if not (self.is_distributed and dist.is_initialized()):
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
+        kind: Any = ModelParallelStrategy
+        return kind.broadcast(self, obj, src) if self._is_connected else obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean", *args: Any, **kwargs: Any) -> Any:
         """Reduce a tensor over all ranks."""
-        if not (self.is_distributed and dist.is_initialized() and isinstance(tensor, torch.Tensor)):
+        if not (self._is_connected and isinstance(tensor, torch.Tensor)):
             return tensor
         return sync_if_distributed(tensor.to(self._home), group, reduce_op=reduce_op).to(tensor.device)
 
@@ -364,25 +285,5 @@ class SeveralDevices:
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks decided so, or any did."""
-        if not self.is_distributed:
-            return decision
-        count = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
-        return count == self.world_size if all else count > 0
-
-
-class _Launcher(ScriptLauncher):
-    """Lightning's launcher of a process for each device; it looks whether there is room for what they will make."""
-
-    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the processes, then call the function; tell the other ranks of a Trainer's exception.
-
-        They are told before any callback is: one that saves a checkpoint waits for the ranks that handle one.
-        """
-        try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
-        except TunerExit:  # the end of a search of Lightning's, on all ranks
-            raise
-        except BaseException as error:
-            if trainer is not None:
-                trainer.strategy.tell_peers(error)
-            raise
+        kind: Any = ParallelStrategy
+        return kind.reduce_boolean_decision(self, decision, all) if self._is_connected else decision

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
@@ -13,6 +13,7 @@ from .names import Callback, LightningModule, Strategy
 CALLBACKS_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
 MODULE_BEFORE_STEP = (*CALLBACKS_BEFORE_STEP, "backward", "configure_gradient_clipping", "optimizer_step")
 STRATEGY_BEFORE_STEP = ("backward", "post_backward")
+KNOWN = "lightning", "pytorch_lightning", "lightning_fabric", "sp_lightning"  # packages
 PLUGIN_BEFORE_STEP = (*STRATEGY_BEFORE_STEP, "optimizer_step", "clip_gradients", *BEFORE_STEP)
 
 
@@ -24,7 +25,8 @@ def why_gradients_must_be_final(strategy: Strategy, module: LightningModule, opt
     time.
     """
     plugin, environment = strategy.precision_plugin, getattr(strategy, "cluster_environment", None)
-    if not module.trainer.callbacks:  # type: ignore[attr-defined]  # the strategy adds one, which Lightning's tuner takes out
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    if not callbacks:  # the strategy adds one, which Lightning's tuner takes out
         return "in trials of a tuner, which may fail in backward and are followed by others"
     if module.trainer.gradient_clip_val:
         return "gradients are clipped"
@@ -34,39 +36,26 @@ def why_gradients_must_be_final(strategy: Strategy, module: LightningModule, opt
         return "SLURM's signal may save a checkpoint at any time: SLURMEnvironment(auto_requeue=False) ends that"
     if _has_replaced_step(optimizer):
         return "the optimizer's step method was replaced"
-    return (
-        _hooked(module, MODULE_BEFORE_STEP, CALLBACKS_BEFORE_STEP)
-        or _overrides(strategy, STRATEGY_BEFORE_STEP)
-        or _overrides(plugin, PLUGIN_BEFORE_STEP)
-    )
+    found = [
+        _overrides(module, MODULE_BEFORE_STEP, LightningModule),
+        *(_overrides(callback, CALLBACKS_BEFORE_STEP, Callback) for callback in callbacks),
+        _overrides(strategy, STRATEGY_BEFORE_STEP),
+        _overrides(plugin, PLUGIN_BEFORE_STEP),
+    ]
+    return next(filter(None, found), None)
 
 
-def _hooked(module: LightningModule, own: Iterable[str], of_callbacks: Collection[str]) -> str | None:
-    """Name the first of these hooks that the module or a callback overrides."""
-    for hook in own:
-        if _has_own(hook, module, LightningModule):
-            return f"{type(module).__name__} overrides {hook}"
-    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
-        for hook in of_callbacks:
-            if _has_own(hook, callback, Callback):
-                return f"{type(callback).__name__} overrides {hook}"
-    return None
+def _overrides(part: object, hooks: Iterable[str], base: type | None = None) -> str | None:
+    """Name the first of these hooks of which a part has its own version, instead of its base's.
 
-
-def _has_own(hook: str, part: object, base: type) -> bool:
-    """Whether a module or callback has its own version of a hook.
-
-    Any callable counts: it may be set on the object, or be created on access, as a mock does. Lightning's
-    ``is_overridden`` recognises functions only, and mistakes a wrapper for the function that it wraps."""
-    return hook in vars(part) or getattr(type(part), hook, None) is not getattr(base, hook)
-
-
-def _overrides(part: object, methods: Collection[str]) -> str | None:
-    """Name the first of these methods that comes from the user's code: not from Lightning's classes, nor from ours."""
-    known = ("lightning", "pytorch_lightning", "lightning_fabric", "sp_lightning")
-    places = [part, *(kind for kind in type(part).__mro__ if kind.__module__.partition(".")[0] not in known)]
-    method = next((method for place in places for method in methods if method in vars(place)), None)
-    return None if method is None else f"{type(part).__name__} overrides {method}"
+    Without a base the versions of Lightning's classes and of ours are no others. Any callable counts: it may be set on
+    the object. Lightning's ``is_overridden`` recognises functions only, and mistakes a wrapper for what it wraps.
+    """
+    kinds = type(part).__mro__
+    known = base.__mro__ if base else [kind for kind in kinds if kind.__module__.partition(".")[0] in KNOWN]
+    places = [part, *(kind for kind in kinds if kind not in known)]
+    hook = next((hook for place in places for hook in hooks if hook in vars(place)), None)
+    return None if hook is None else f"{type(part).__name__} overrides {hook}"
 
 
 def _has_replaced_step(optimizer: Optimizer) -> bool:

@@ -7,7 +7,7 @@ import functools
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -21,45 +21,43 @@ from ..compat.lightning import (
     average_device,
     begin_noting_sigterm,
     end_noting_sigterm,
-    move_optimizers,
     reset_seed,
     set_average_device,
-    setup_model,
+    set_device_mesh,
 )
-from ..compat.tensors import convert_tensors
+from ..errors import HalfAppliedStepError
 from ..handle import Handle
-from ..host.device import check_supported, numbered
-from ..options import Options, format_bytes
+from ..optim.half_applied import why_refused
+from ..options import Options
 from ..ranks.watch import KEEPALIVE
-from ..stream.parameters import unit_of
-from ..stream.preparation import move_others
+from ..stream.preparation import materialize, move_others
+from ..stream.shards import registering_on_host
 from . import master_weights as masters
-from . import step_timing
 from .callback import SuperpipelineCallback
-from .checkpoint_io import ShardFiles
-from .checkpoints import TrainerCheckpoints
 from .names import (
     Accelerator,
     Checkpoint,
     CheckpointIO,
+    ModelParallelStrategy,
     ParallelStrategy,
     Precision,
     SingleDeviceStrategy,
     StochasticWeightAveraging,
+    Strategy,
     Trainer,
     TrainerFn,
     WeightAveraging,
     update_properties,
 )
-from .several_devices import Axes, SeveralDevices
+from .several_devices import SeveralDevices
+from .step_timing import why_gradients_must_be_final
 
 HOST = torch.device("cpu")
-WIRES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 log = logging.getLogger(__name__)
 
 
-class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStrategy, ParallelStrategy):
+class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrategy):
     """Train, validate and predict with a model that does not fit on the device.
 
     Weights, gradients and optimizer state are in host memory; units of the model (usually one block each) visit the
@@ -117,7 +115,6 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
         save_distributed_checkpoint: With ``tensor_parallel_size``: True: a checkpoint is a folder in which each rank
             writes its shards. False: it is one file with whole weights, which are gathered on the first rank's host.
             Either is that of Lightning's ModelParallelStrategy, and both are read.
-        device: The device that computes. By default the one that the Trainer chose.
         accelerator: The accelerator handler; the Trainer sets it.
         checkpoint_io: How checkpoints are written and read; the Trainer sets it.
         precision_plugin: The precision plugin; the Trainer sets it from ``precision``.
@@ -146,18 +143,12 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
         tensor_parallel_size: int | Literal["auto"] | None = None,
         data_parallel_size: int | Literal["auto"] = "auto",
         save_distributed_checkpoint: bool = True,
-        device: torch.device | str | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        SingleDeviceStrategy.__init__(self, device or "cpu", accelerator, checkpoint_io, precision_plugin)
-        self._timeout, self._keepalive = timeout, keepalive
-        self._save_distributed_checkpoint = save_distributed_checkpoint  # Lightning's functions read it by this name
-        self._axes = Axes(data_parallel_size, tensor_parallel_size)
-        if self._axes.has_shards:
-            self._files = ShardFiles(self, save_distributed_checkpoint)
-        self.options = Options.parse(
+        SingleDeviceStrategy.__init__(self, "cpu", accelerator, checkpoint_io, precision_plugin)
+        options = Options.parse(
             window=window,
             transfer=transfer,
             memory_budget=memory_budget,
@@ -173,16 +164,13 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
             host_budget=host_budget,
             disk=disk,
         )
+        self._store(options, timeout, keepalive, data_parallel_size, tensor_parallel_size, save_distributed_checkpoint)
         self.handle: Any = None  # the handle of the latest run, at whose end it is closed
-        self._device_given = device is not None
-        self._averages: list[Any] = []  # callbacks whose averages we keep on the host
-        self._callback = None  # added to runs without a callback of the user's
-        self._withheld = []  # callbacks, while Lightning handles an exception
-        check_supported(self.root_device)
+        self._ends = contextlib.ExitStack()  # undoes what the current run has changed
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the handle out of a copy: it streams the original's module."""
-        return {**super().__getstate__(), "handle": None}
+        """Leave the run out of a copy: its handle streams the original's module."""
+        return {**super().__getstate__(), "handle": None, "_ends": contextlib.ExitStack()}
 
     # ---- setup and teardown
 
@@ -190,83 +178,46 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
         """Set up ranks and callbacks. Lightning calls this first in a run, before the callbacks' own setup."""
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
+        self._ends.close()  # of a run whose callbacks raised before it was torn down
+        self._ends.callback(update_properties, self.lightning_module, device=HOST)
         if trainer.state.fn == TrainerFn.FITTING:
             self._check_alone()
-        if self._device_given:
-            self._root_device = numbered(self.root_device)  # Lightning asks torch for the device of that number
         super().setup_environment()
         if self.is_distributed:
             reset_seed()
-        self._set_up_ranks()
-        if self.is_distributed:
             begin_noting_sigterm(trainer)
-        self._add_callback(trainer)
-        self._keep_averages_on_host(trainer)
-
-    def _add_callback(self, trainer: Any) -> None:
-        """Add a SuperpipelineCallback for this run unless the user passed one.
-
-        It goes in front of the first checkpoint callback, as Lightning keeps those last; the others keep their order.
-        """
-        callbacks = list(trainer.callbacks)
-        if any(isinstance(callback, SuperpipelineCallback) for callback in callbacks):
-            self._callback = None
-        else:
-            self._callback = self._callback or SuperpipelineCallback()
-            checkpoints = (place for place, callback in enumerate(callbacks) if isinstance(callback, Checkpoint))
-            callbacks.insert(next(checkpoints, len(callbacks)), self._callback)
-            trainer.callbacks = callbacks
-
-    def _remove_callback(self) -> None:
-        """Remove our callback from ``trainer.callbacks``, which Lightning's tuners and user code read between runs.
-
-        We tear it down too: Lightning does so after the strategy, and not at all after an exception."""
-        ours = self._callback
-        if ours is not None:
-            assert self.lightning_module is not None
-            trainer: Any = self.lightning_module.trainer
-            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not ours]
-            ours.teardown(trainer, self.lightning_module, trainer.state.fn)
-
-    def _keep_averages_on_host(self, trainer: Any) -> None:
-        """Set weight-averaging callbacks to the host, since they would otherwise copy the whole model to the device."""
+            self._ends.callback(end_noting_sigterm, trainer)
+        self._set_up_ranks()
+        set_device_mesh(self.lightning_module, self._axes.mesh)
+        if not any(isinstance(callback, SuperpipelineCallback) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, SuperpipelineCallback())  # the first that is told of an exception
         for callback in trainer.callbacks:
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and average_device(callback) is None:
-                set_average_device(callback, HOST)
-                self._averages.append(callback)
-                self._warn_of_copy(type(callback).__name__)
-
-    def _warn_of_copy(self, of: str) -> None:
-        """Warn, if weights may be in files, that a callback copies all of them into host memory."""
-        assert self.lightning_module is not None
-        if self.options.uses_files:
-            log.warning(
-                "superpipeline: %s copies all weights (%s) into host memory, those in files too, beside host_budget "
-                "(a plan counts them: of a config, or by copies=1)",
-                of,
-                format_bytes(sum(parameter.nbytes for parameter in self.lightning_module.parameters())),
-            )
+                set_average_device(callback, HOST)  # otherwise the whole model would be copied to the device
+                self._ends.callback(set_average_device, callback, None)
 
     def setup(self, trainer: Trainer) -> None:
         """Set up as the base class does, but leave parameters and optimizer state on the host."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._sync_batch_norms()
-        self.model = self._convert_module(self.model)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits and self._layer_sync is not None and self.is_distributed:
+            self.model = self._layer_sync.apply(self.model)
+            self._ends.callback(self._revert_batch_norms)
+        if self.options.master_weights:
+            self.model = masters.convert(self.model, masters.half_dtype(self.precision_plugin))
+        else:
+            self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self.model = setup_model(self)(self.model)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fits:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 self.handle.announce(optimizer)
         self.setup_precision_plugin()
 
-    def _convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert the module as the precision plugin does; with master weights, keep parameters in FP32."""
-        if not self.options.master_weights:
-            return self.precision_plugin.convert_module(module)
-        return masters.convert(module, masters.half_dtype(self.precision_plugin))
+    def _revert_batch_norms(self) -> None:
+        """Give the module back its own kind of batch norms, as DDP does."""
+        self.model = self._layer_sync.revert(self.model)
 
     def model_to_device(self) -> None:
         """Start to stream the parameters; move buffers, and other tensors such as metrics' states, to the device."""
@@ -278,45 +229,28 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
             gc.collect()  # schedulers and optimizers refer to each other
         self._axes.check_module(module)
         move_others(module, self.root_device)
-        moved = lambda parameter: unit_of(parameter) is not None  # noqa: E731
-        with self._waiting_for_parameters("superpipeline: weights into host memory", moved):
-            self.handle = self._streamed(module)
-        self.handle.team.follows_buffers = self._automatic  # as under DDP: Lightning syncs none in manual optimization
+        self._ends.callback(move_others, module, HOST)
+        self.handle = self._streamed(module)
+        self._ends.callback(self.handle.close)
+        # As under DDP: Lightning syncs no buffers in manual optimization.
+        self.handle.team.follows_buffers = module.automatic_optimization
         update_properties(module, device=self.root_device)
 
     def _streamed(self, module: nn.Module, **settings: Any) -> Handle:
         """Create the handle that streams a module in this run."""
-        wire = WIRES.get(str(self.precision_plugin.precision))
-        if self.options.master_weights:
-            wire = masters.half_dtype(self.precision_plugin)
+        wire = masters.wire_of(self.precision_plugin, self.options.master_weights)
         return Handle(module, self.root_device, self.options, self._team(), wire=wire, **settings)
 
     def teardown(self) -> None:
         """Make the module plain again. Lightning calls this after an exception too, wherever it was raised."""
-        with contextlib.ExitStack() as ends:  # all of them run, the last one first, even if one raises
-            ends.callback(self._base_teardown)
-            if self.lightning_module is not None:
-                ends.callback(end_noting_sigterm, self.lightning_module.trainer)
-            ends.callback(self._remove_callback)
-            ends.callback(self._averages.clear)
-            for callback in self._averages:
-                ends.callback(set_average_device, callback, None)
-            ends.callback(self._revert_batch_norms)
-            if self.handle is not None:
-                ends.callback(self.handle.close)
-
-    def _base_teardown(self) -> None:
-        """Tear down as the base class does, but leave meta weights alone: moving them would hide their error."""
-        move_optimizers(self.optimizers, HOST)
-        if self.lightning_module is not None:
-            convert_tensors(self.lightning_module, _unless_meta)
-            update_properties(self.lightning_module, device=HOST)
-        self.precision_plugin.teardown()
-        assert self.accelerator is not None
-        if self.cluster_environment is not None:
+        try:
+            self._ends.close()
+        finally:
+            assert self.accelerator is not None
+            self.precision_plugin.teardown()
             self.cluster_environment.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+            self.accelerator.teardown()
+            self.checkpoint_io.teardown()
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -325,104 +259,146 @@ class SuperpipelineStrategy(SeveralDevices, TrainerCheckpoints, SingleDeviceStra
         with EmptyInit(enabled=bool(empty_init)), keep_fp32 or self.precision_plugin.tensor_init_context():
             yield
 
-    @contextlib.contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
+    def model_sharded_context(self) -> Any:
         """Return a context in which the module's ``configure_model`` cuts its layers into shards on the host."""
-        with self._axes.making():
-            yield
-
-    @property
-    def _module_to_make(self) -> Any:
-        """The module whose ``configure_model`` makes its layers once the ranks are connected."""
-        return self.lightning_module
+        return registering_on_host() if self._axes.has_shards else contextlib.nullcontext()
 
     # ---- steps
 
-    @property
-    def _streaming(self) -> Any:
-        """The handle of the current run; None outside a run, where steps are the base class's."""
-        return None if self.handle is None or self.handle.closed else self.handle
-
-    @property
-    def _automatic(self) -> bool:
-        """Whether Lightning steps the optimizers, by automatic optimization."""
-        module: Any = self.lightning_module
-        return bool(module.automatic_optimization)
-
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as the base class does; where exact, step units while the closure's backward still runs."""
-        handle = self._streaming
-        if handle is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with handle.stepping(optimizer, self._may_step_early(optimizer)):
+        with self.handle.stepping(optimizer, self._may_step_early(optimizer)):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _may_step_early(self, optimizer: Optimizer) -> bool:
         """Whether units may be stepped while backward runs; log once why not."""
-        module = self.lightning_module
-        assert module is not None
-        if not (self._automatic and self.options.optimizer_overlap):
+        module: Any = self.lightning_module
+        if self.handle.closed or not (module.automatic_optimization and self.options.optimizer_overlap):
             return False
-        why = step_timing.why_gradients_must_be_final(self, module, optimizer)
+        why = why_gradients_must_be_final(self, module, optimizer)
         if why is not None:
             _tell_that_steps_wait(why)
         return why is None
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run backward as the base class does, and explain errors that streaming causes."""
-        if (handle := self._streaming) is None:
+        with self.handle.explaining():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        with handle.explaining():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    def tell_peers(self, exception: BaseException) -> None:
-        """Tell the other ranks of an exception. Safe twice."""
-        if self._streaming is not None:
-            self._streaming.team.fail(exception)
 
     def block_backward_sync(self) -> Any:
         """Return a context in which backward exchanges no gradients between ranks, as while they are accumulated."""
         return self.handle.no_sync()
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Put checkpoint callbacks back that were withheld, and finish checkpoints that are being written."""
-        assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
-        trainer.callbacks += self._withheld
-        self._withheld = []
-        super().on_exception(exception)
-
-    def _step(self, name: str) -> Any:
-        """Return the context of one step of the handle, or an empty one outside of a run."""
-        return contextlib.nullcontext() if (handle := self._streaming) is None else handle.scope(name)
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training_step as one pass over the units."""
-        with self._step("train"):
+        with self.handle.scope("train"):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation_step as one pass over the units."""
-        with self._step("validate"):
+        with self.handle.scope("validate"):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's test_step as one pass over the units."""
-        with self._step("test"):
+        with self.handle.scope("test"):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's predict_step as one pass over the units."""
-        with self._step("predict"):
+        with self.handle.scope("predict"):
             return super().predict_step(*args, **kwargs)
+
+    # ---- checkpoints
+
+    @property
+    def _streams(self) -> bool:
+        """Whether the module streams now."""
+        return self.handle is not None and not self.handle.closed
+
+    @property
+    def _files(self) -> Any:
+        """The class of Lightning's whose functions read and write checkpoints: of whole weights, or of shards."""
+        return ModelParallelStrategy if self._axes.has_shards else Strategy
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether a checkpoint is read once the module is set up: each rank reads its own shards into it."""
+        return self._axes.has_shards
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether Lightning loads the state of optimizers."""
+        return not self._axes.has_shards
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state for a checkpoint."""
+        return self._files.lightning_module_state_dict(self)  # type: ignore[no-any-return]
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state for a checkpoint."""
+        return self._files.optimizer_state(self, optimizer)  # type: ignore[no-any-return]
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint without emptying the device's memory cache; with shards, into module and optimizers."""
+        if not self._axes.has_shards:
+            return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        found: dict[str, Any] = self._files.load_checkpoint(self, checkpoint_path, weights_only)
+        if self._streams:
+            for optimizer in self.optimizers:
+                self.handle.loaded(optimizer)
+            self.handle.steps.publish()
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights as the base class does."""
+        module: Any = self.lightning_module
+        materialize(module)  # torch would load nothing into a weight on the meta device
+        self._files.load_model_state_dict(self, checkpoint, strict)
+        if self._streams:
+            self.handle.steps.publish()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer state and copy it on the host: the optimizer writes to it, and a mapped file may vanish."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
+            self.handle.loaded(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint as the base class does; an error in the middle of a step."""
+        self._check_applied("optimizer_states" in checkpoint)
+        kind = self._files if self._save_distributed_checkpoint else Strategy
+        kind.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def _check_applied(self, with_optimizers: bool = True) -> None:
+        """Raise HalfAppliedStepError if a step is half applied: weights and state may not be saved then."""
+        if self._streams:
+            self.handle.saving()
+        module: Any = self.lightning_module
+        if why := why_refused([module, *(self.optimizers if with_optimizers else ())]):
+            raise HalfAppliedStepError(why)
+
+    def note_exception(self, exception: BaseException) -> None:
+        """Tell other ranks of an exception that ends this run, and keep checkpoint callbacks from a half-applied step.
+
+        Those are called next. Once told that a checkpoint was saved they would remove the one before, and link to a
+        file that is not there.
+        """
+        if not self._streams:
+            return
+        self.handle.team.fail(exception)
+        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        try:
+            self._check_applied()
+        except HalfAppliedStepError:  # which the log has
+            withheld = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
+            for callback in withheld:
+                trainer.callbacks.remove(callback)  # Lightning is at an earlier place of this very list
+            self._ends.close()  # whatever other callbacks do, the module is plain
+            self._ends.callback(trainer.callbacks.extend, withheld)
 
 
 @functools.cache
 def _tell_that_steps_wait(why: str) -> None:
     """Log, once for each reason, that the optimizer steps after backward."""
     log.info("superpipeline: the optimizer steps after backward: %s", why)
-
-
-def _unless_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the host, or as it is on the meta device."""
-    return tensor if tensor.is_meta else tensor.to(HOST)

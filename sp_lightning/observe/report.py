@@ -91,7 +91,8 @@ class RunReport:
         step_ms = statistics.fmean(step.seconds for step in steps) * 1e3
         floor_ms = statistics.fmean(map(floor_s, steps)) * 1e3
         on_disk = self._handle.uses_files
-        found = {"step_ms": step_ms, "floor_ms": floor_ms, "floor_share": floor_ms / step_ms}
+        moved = {f"bytes_{lane}": statistics.fmean(step.nbytes(lane) for step in steps) for lane in ("up", "down")}
+        found = {**moved, "step_ms": step_ms, "floor_ms": floor_ms, "floor_share": floor_ms / step_ms}
         found["compute_ms"] = mean["compute"]
         found |= {f"stall_{cause}_ms": mean[cause] for cause in ADVICE if cause != "disk" or on_disk}
         found["outside_ms"] = mean["other"]

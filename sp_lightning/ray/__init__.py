@@ -32,7 +32,7 @@ class RaySuperpipelineStrategy(SuperpipelineStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """The arguments of Lightning's DistributedSampler; one worker alone has some, too, as in Ray's DDP (Rule 3)."""
-        return self._axes.share(self.world_size, self.global_rank)
+        return self._axes.share(self.global_rank)
 
     def _take_devices(self, devices: list[torch.device]) -> list[torch.device]:
         """Return the device that Ray gives this worker, in place of those that Lightning found."""

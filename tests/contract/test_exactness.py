@@ -79,7 +79,7 @@ def check(cell: Cell) -> None:
         "resident": cell.resident,
         "wire_dtype": cell.wire_dtype,
     }
-    strategy = InSlices(device=parity.device_of(cell.settings.accelerator), **options)
+    strategy = InSlices(**options)
     try:
         actual = record(cell.settings, strategy)
     except ExactnessError as error:  # which the contract names

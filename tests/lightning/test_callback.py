@@ -16,7 +16,6 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.host.device import aligned
-from sp_lightning.lightning import callback
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 CASE = models.case("mlp")
@@ -37,14 +36,6 @@ class Kept(Logger):
 
     def log_hyperparams(self, *args, **kwargs):
         pass
-
-
-class First(Callback):
-    pass
-
-
-class Second(Callback):
-    pass
 
 
 def trainer_of(callbacks=(), logger=False, accelerator="cpu", **options):
@@ -68,14 +59,13 @@ class Kinds(Callback):
         self.seen.append([type(callback).__name__ for callback in trainer.callbacks])
 
 
-def test_the_strategy_adds_one_before_checkpoint_callbacks(tmp_path):
+def test_the_strategy_adds_one_before_all_others(tmp_path):
     kinds = Kinds()
-    trainer = trainer_of([kinds, ModelCheckpoint(tmp_path), First()], enable_checkpointing=True)
-    trainer.callbacks.append(Second())  # Lightning leaves it behind the checkpoint
+    trainer = trainer_of([kinds, ModelCheckpoint(tmp_path)], enable_checkpointing=True)
     for _ in range(2):
         trainer.fit(models.ZooModule(CASE, "sgd"), models.loader(CASE, 1))
         trainer.fit_loop.max_epochs += 1
-    assert kinds.seen == [["Kinds", "First", "SuperpipelineCallback", "ModelCheckpoint", "Second"]] * 2
+    assert kinds.seen == [["SuperpipelineCallback", "Kinds", "ModelCheckpoint"]] * 2
 
 
 def test_the_users_own_is_the_only_one():
@@ -84,27 +74,8 @@ def test_the_users_own_is_the_only_one():
     assert kinds.seen == [["SuperpipelineCallback", "Kinds"]] and trainer.callbacks == [own, kinds]
 
 
-class Failing(Callback):
-    def on_train_batch_start(self, trainer, module, batch, index):
-        if index == 4:
-            raise ArithmeticError("the user's")
-
-
-def test_between_runs_the_trainers_callbacks_are_the_users(tmp_path):
-    trainer = fit([First()], enable_checkpointing=True, default_root_dir=tmp_path)
-    given = [*trainer.callbacks]
-    assert [type(callback) for callback in given] == [First, ModelCheckpoint]
-    trainer.validate(trainer.lightning_module, models.loader(CASE, 1))
-    assert trainer.callbacks == given
-    trainer.callbacks.append(Failing())
-    with pytest.raises(ArithmeticError):
-        trainer.fit_loop.max_epochs += 1
-        trainer.fit(trainer.lightning_module, models.loader(CASE, 6))
-    assert trainer.callbacks[:-1] == given
-
-
 def test_it_is_not_in_checkpoints(tmp_path):
-    trainer = fit([First()])
+    trainer = fit()
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     assert torch.load(tmp_path / "end.ckpt", weights_only=False)["callbacks"] == {}
 
@@ -121,33 +92,21 @@ def moved(logger):
     return {step: metrics for step, metrics in logger.lines if any("superpipeline" in name for name in metrics)}
 
 
-def test_it_reports_what_a_step_moved_in_the_loggers_rhythm():
+def test_it_reports_what_a_step_moved_in_the_trainers_rhythm():
     logger = Kept()
-    trainer = fit([LOGGING()], logger=logger, batches=6, log_every_n_steps=2, max_epochs=2)
+    trainer = fit([LOGGING()], logger=logger, batches=6, log_every_n_steps=2, max_epochs=2, limit_val_batches=0)
     lines = moved(logger)
-    assert sorted(lines) == [1, 3, 5, 7, 9, 11]
+    assert sorted(lines) == [3, 5, 7, 9, 11]  # what steps took is known two steps later
     units = [unit for unit in trainer.strategy.handle.units if not unit.is_held]
-    streamed = [unit.nbytes for unit in units]
     gradients = sum(aligned(weight.nbytes) for unit in units for weight in unit.weights)
     for metrics in lines.values():
-        assert list(metrics)[:3] == ["superpipeline/fetches", "superpipeline/bytes_up", "superpipeline/bytes_down"]
         assert metrics["superpipeline/bytes_down"] == gradients
-        assert metrics["superpipeline/fetches"] >= len(streamed)
-        assert metrics["superpipeline/bytes_up"] > sum(streamed)
+        assert metrics["superpipeline/bytes_up"] > sum(unit.nbytes for unit in units)
 
 
-def test_step_figures_add_up():
-    """Every step, validation apart, and what was copied to stay on the device before the first."""
-    logger = Kept()
-    trainer = fit([LOGGING()], logger=logger, log_every_n_steps=1, limit_val_batches=0)
-    stats = trainer.strategy.handle.stats()
-    for name, before in {"fetches": 0, "bytes_up": stats["resident_root_bytes"], "bytes_down": 0}.items():
-        assert sum(metrics[f"superpipeline/{name}"] for metrics in moved(logger).values()) == stats[name] - before > 0
-
-
-FIGURES = """step_ms floor_ms floor_share compute_ms stall_weights_ms stall_gradients_ms stall_activations_ms
-stall_optimizer_ms outside_ms up_gb_per_s down_gb_per_s device_peak_bytes host_peak_bytes resident_share
-samples_per_s"""
+FIGURES = """bytes_up bytes_down step_ms floor_ms floor_share compute_ms stall_weights_ms stall_gradients_ms
+stall_activations_ms stall_optimizer_ms outside_ms up_gb_per_s down_gb_per_s device_peak_bytes
+host_peak_bytes resident_share"""
 
 
 @pytest.mark.parametrize("accelerator", often(["simgpu", "cpu"]))
@@ -156,10 +115,9 @@ def test_it_logs_what_steps_took_and_waited_for(accelerator):
     fit([LOGGING()], logger=logger, batches=6, log_every_n_steps=1, accelerator=accelerator)
     *_, last = moved(logger).values()
     figures = {name.removeprefix("superpipeline/"): value for name, value in last.items()}
-    assert list(figures)[3:] == FIGURES.split()
+    assert list(figures) == FIGURES.split()
     parts = [value for name, value in figures.items() if name.startswith(("compute_", "stall_", "outside_"))]
     assert sum(parts) == pytest.approx(figures["step_ms"])
-    assert figures["samples_per_s"] == pytest.approx(models.BATCH / figures["step_ms"] * 1e3)
     assert 0 < figures["resident_share"] <= 1
 
 
@@ -174,38 +132,20 @@ def test_it_logs_what_a_disk_did_if_the_run_has_one(tmp_path):
     trainer.fit(models.ZooModule(case, "adamw"), models.loader(case, 6), models.loader(case, 1))
     *_, last = moved(logger).values()
     figures = {name.removeprefix("superpipeline/"): value for name, value in last.items()}
-    assert sorted(figures.keys() - {"fetches", "bytes_up", "bytes_down"}) == sorted([*FIGURES.split(), *OF_A_DISK])
+    assert sorted(figures) == sorted([*FIGURES.split(), *OF_A_DISK])
     assert figures["disk_in_gb_per_s"] > 0 and figures["disk_out_gb_per_s"] > 0
     parts = [value for name, value in figures.items() if name.startswith(("compute_", "stall_", "outside_"))]
     assert sum(parts) == pytest.approx(figures["step_ms"])
 
 
 def test_every_name_it_logs_is_documented():
-    for name in (*FIGURES.split(), *OF_A_DISK, "tokens_per_s", "fetches", "bytes_up", "bytes_down"):
+    for name in (*FIGURES.split(), *OF_A_DISK):
         assert f"``{name}``" in sp_lightning.SuperpipelineCallback.__doc__
-
-
-@pytest.mark.parametrize(
-    ("batch", "figures"),
-    [
-        (torch.zeros(4, 8), {"samples_per_s": 8.0}),
-        ([torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4)], {"samples_per_s": 8.0, "tokens_per_s": 64.0}),
-        ({"x": torch.zeros(2, 3), "input_ids": torch.zeros(2, 5, dtype=torch.int64)}, {"tokens_per_s": 20.0}),
-        ({"input_ids": [[1, 2], [3]], "x": torch.zeros(2, 3)}, {"samples_per_s": 4.0}),
-        ({"input_ids": None, "x": torch.zeros(2, 3)}, {"samples_per_s": 4.0}),
-        ("no tensor", {}),
-    ],
-)
-def test_a_batch_shows_its_samples_and_tokens(batch, figures):
-    found = callback._per_second(batch, step_s=0.5)
-    assert figures.items() <= found.items() and len(found) == (2 if "tokens_per_s" in figures else len(figures))
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"log_every_n_steps": 0}, "log_every_n_steps must be None or an int >= 1, got 0"),
-        ({"log_every_n_steps": "5"}, "log_every_n_steps must be None or an int >= 1, got '5'"),
         ({"timeline_steps": 5}, "timeline_steps must be one or more ints >= 0, got 5"),
         ({"timeline_steps": ["5"]}, "timeline_steps must be one or more ints >= 0, got \\['5'\\]"),
         ({"timeline_steps": ()}, "timeline_steps must be one or more ints >= 0"),
@@ -248,16 +188,9 @@ def said(caplog):
     return [record.getMessage() for record in caplog.records if record.name.startswith("lightning")]
 
 
-def test_without_matplotlib_there_is_a_trace_and_a_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(callback.importlib.util, "find_spec", lambda name: None)
-    fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path)], batches=3)
-    assert "pip install 'sp-lightning[plots]'" in caplog.text
-    assert (tmp_path / "trace.json").exists() and not (tmp_path / "timeline.png").exists()
-
-
 def test_a_timeline_that_cannot_be_written_is_refused_first(tmp_path):
     (tmp_path / "file").touch()
-    said = r"timeline must be a writable directory \(File exists\), got '.*file'"
+    said = r"timeline must be in a folder that can be written \(.*: Not a directory\), got '.*file'"
     with pytest.raises(sp_lightning.errors.OptionError, match=said):
         fit([sp_lightning.SuperpipelineCallback(timeline=tmp_path / "file")])
 

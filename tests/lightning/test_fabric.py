@@ -56,8 +56,8 @@ def torn_down():
             strategy.teardown()
 
 
-def streaming(device, **options):
-    strategy = sp_lightning.SuperpipelineFabricStrategy(device=device, **{"window": 1, **options})
+def streaming(**options):
+    strategy = sp_lightning.SuperpipelineFabricStrategy(**{"window": 1, **options})
     made.append(weakref.ref(strategy))
     return strategy
 
@@ -70,7 +70,7 @@ def record(loop, device, strategy, precision):
 
 
 def compare(loop, device, precision="32-true", **options):
-    strategy = streaming(device, **options)
+    strategy = streaming(**options)
     plain = record(loop, device, SingleDeviceStrategy(device=device), precision)
     streamed = record(loop, device, strategy, precision)
     assert plain.entries
@@ -211,7 +211,7 @@ def test_a_loop_is_bitwise_the_plain_one_with_a_gradient_scaler(loop):
 @pytest.mark.parametrize("loads", ["plain", "streaming"])
 def test_checkpoints_cross_over(saves, loads, device, tmp_path):
     def strategy(side):
-        return SingleDeviceStrategy(device=device) if side == "plain" else streaming(device)
+        return SingleDeviceStrategy(device=device) if side == "plain" else streaming()
 
     def parts(side, seed):
         torch.manual_seed(seed)
@@ -243,7 +243,7 @@ def test_checkpoints_cross_over(saves, loads, device, tmp_path):
 
 @pytest.mark.parametrize("part", often([None, "net", "optimizer"]))
 def test_a_raw_state_is_loaded_and_outlives_its_file(part, device, tmp_path):
-    fabric = fabric_on(device, streaming(device))
+    fabric = fabric_on(device, streaming())
     net = blocks()
     optimizer = adamw(net)
     net, optimizer = fabric.setup(net, optimizer)
@@ -270,7 +270,7 @@ def test_a_trainers_checkpoint_is_loaded(tmp_path):
     module = models.ZooModule(models.case("mlp"))
     trainer.fit(module, models.loader(module.case, 2))
     trainer.save_checkpoint(tmp_path / "trainer.ckpt")
-    fabric = fabric_on(torch.device("cpu"), streaming(torch.device("cpu")))
+    fabric = fabric_on(torch.device("cpu"), streaming())
     other = models.ZooModule(models.case("mlp"))
     wrapped, optimizer = fabric.setup(other, other.configure_optimizers())
     rest = fabric.load(tmp_path / "trainer.ckpt", {"state_dict": wrapped}, strict=False)
@@ -283,7 +283,7 @@ def test_a_trainers_checkpoint_is_loaded(tmp_path):
 
 @pytest.mark.parametrize("empty", [True, False])
 def test_a_module_made_by_fabric_is_on_the_host(empty, device):
-    fabric = fabric_on(device, streaming(device))
+    fabric = fabric_on(device, streaming())
     with fabric.init_module(empty_init=empty):
         net = blocks()
     assert {p.device.type for p in net.parameters()} == {"cpu"}
@@ -293,7 +293,7 @@ def test_a_module_made_by_fabric_is_on_the_host(empty, device):
 
 
 def test_master_weights_stay_in_fp32(device):
-    fabric = fabric_on(device, streaming(device, master_weights=True), "bf16-true")
+    fabric = fabric_on(device, streaming(master_weights=True), "bf16-true")
     with fabric.init_module():
         net = blocks()
     net, optimizer = fabric.setup(net, adamw(net))
@@ -308,11 +308,11 @@ def test_master_weights_stay_in_fp32(device):
     net(x)
     assert seen == [torch.bfloat16]
     with pytest.raises(OptionError, match="precision must be 'bf16-true' or '16-true' with master_weights=True"):
-        fabric_on(device, streaming(device, master_weights=True), "32-true")
+        fabric_on(device, streaming(master_weights=True), "32-true")
 
 
 def test_a_module_that_is_not_moved_is_plain_until_it_is(device):
-    fabric = fabric_on(device, streaming(device))
+    fabric = fabric_on(device, streaming())
     net = blocks()
     wrapped = fabric.setup(net, move_to_device=False)
     assert_plain(net)
@@ -322,7 +322,7 @@ def test_a_module_that_is_not_moved_is_plain_until_it_is(device):
 
 
 def test_modules_are_plain_again_when_the_strategy_is_gone(device):
-    fabric = fabric_on(device, streaming(device))
+    fabric = fabric_on(device, streaming())
     net = blocks()
     wrapped, optimizer = fabric.setup(net, adamw(net))
     for x, y in batches(fabric, 2):
@@ -333,12 +333,12 @@ def test_modules_are_plain_again_when_the_strategy_is_gone(device):
     gc.collect()
     assert gone() is None
     assert_plain(net)
-    again = fabric_on(device, streaming(device))
+    again = fabric_on(device, streaming())
     assert again.setup(net)(x).device == device
 
 
 def test_a_teardown_makes_all_modules_plain(device):
-    fabric = fabric_on(device, streaming(device))
+    fabric = fabric_on(device, streaming())
     nets = [blocks(), blocks()]
     for net in nets:
         fabric.setup(net)
@@ -349,12 +349,6 @@ def test_a_teardown_makes_all_modules_plain(device):
 
 
 # --- What is refused
-
-
-@pytest.mark.parametrize("several", [{"devices": 2}, {"devices": 1, "num_nodes": 2}])
-def test_several_devices_of_the_users_choice_are_refused(several):
-    with pytest.raises(OptionError, match="device must be left out with several devices"):
-        Fabric(accelerator="cpu", strategy=sp_lightning.SuperpipelineFabricStrategy(device="cpu"), **several)
 
 
 def test_one_device_needs_no_launch_and_several_do():

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import get_swa_avg_fn
 import models
 import parity
 import sp_lightning
-from sp_lightning.errors import OptionError, PartitionError, UnsupportedError
+from sp_lightning.errors import PartitionError, UnsupportedError
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", [pytest.param("cpu", marks=pytest.mark.slow), "simgpu"])
@@ -501,24 +501,11 @@ def test_by_name_on_the_accelerator_that_the_trainer_chose():
     assert torch.accelerator.max_memory_allocated() > 0
 
 
-@pytest.mark.parametrize("several", [{"devices": 2}, {"num_nodes": 2}])
-def test_a_device_of_the_users_is_refused_with_several_devices(several):
-    with pytest.raises(OptionError, match="device must be left out with several devices"):
-        trainer_with(sp_lightning.SuperpipelineStrategy(device="cpu"), **several)
-
-
 def test_mps_is_refused_and_told_what_to_use():
     said = r"device 'mps' shares its memory with the host.*use Lightning's default strategy \(strategy='auto'\)"
-    with pytest.raises(UnsupportedError, match=said):
-        sp_lightning.SuperpipelineStrategy(device="mps")
     strategy = sp_lightning.SuperpipelineStrategy()
     with pytest.raises(UnsupportedError, match=said):
         strategy.parallel_devices = [torch.device("mps", 0)]  # as the Trainer does
-
-
-def test_a_device_of_another_accelerator_is_refused():
-    with pytest.raises(OptionError, match=r"device must be on the chosen accelerator \('cpu'\).*got 'simgpu:0'"):
-        trainer_with(sp_lightning.SuperpipelineStrategy(device="simgpu:0"))
 
 
 # ---- compiled modules

@@ -121,7 +121,7 @@ def test_a_script_runs_as_under_ddp(launcher, tmp_path):
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
 SBATCH = dict.fromkeys(["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"], "0")
 SBATCH |= {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
-SRUN = SBATCH | {"SLURM_STEP_NUM_TASKS": "2"}
+SRUN = SBATCH | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NNODES": "1"}
 ALONE = {"strategy": "superpipeline", "accelerator": "cpu", "devices": 1}
 
 
@@ -163,12 +163,12 @@ def test_launched_processes_do_not_each_train_on_all_the_data(package, launched,
             train(pytest.importorskip(package))
 
 
-@pytest.mark.parametrize(("launched", "by"), [(TORCHRUN, "TorchElasticEnvironment"), (SRUN, "SLURMEnvironment")])
+@pytest.mark.parametrize("launched", [TORCHRUN, SRUN])
 @pytest.mark.parametrize("package", [L.Trainer, L.Fabric])
-def test_machines_that_contradict_the_launcher_are_an_error(package, launched, by, monkeypatch):
+def test_machines_that_contradict_the_launcher_are_an_error(package, launched, monkeypatch):
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises((OptionError, ValueError), match=r"num_nodes.*2 \* 2.*2\b"):
+    with pytest.raises(ValueError, match=r"num_nodes.*(product \(2 \* 2\)|number of nodes configured in SLURM)"):
         package(**ALONE | {"devices": 2, "num_nodes": 2})
 
 

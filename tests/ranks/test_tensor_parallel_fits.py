@@ -99,7 +99,7 @@ def test_two_by_two_ranks_go_on_from_shards(tmp_path):
 
 
 def test_axes_that_the_devices_do_not_fill_are_refused():
-    with pytest.raises(OptionError, match="tensor_parallel_size must be 'auto' or an int >= 1, got 0"):
+    with pytest.raises(OptionError, match="tensor_parallel_size must be an int >= 1 or 'auto', got 0"):
         sharded_fits.sp_lightning.SuperpipelineStrategy(tensor_parallel_size=0)
     with pytest.raises(OptionError, match="data_parallel_size must be given with tensor_parallel_size, got 2"):
         sharded_fits.sp_lightning.SuperpipelineStrategy(data_parallel_size=2)

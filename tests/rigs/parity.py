@@ -470,7 +470,7 @@ def plain_strategy(accelerator: str) -> Strategy:
 def streaming_strategy(accelerator: str, **options: Any) -> Strategy:
     import sp_lightning
 
-    return sp_lightning.SuperpipelineStrategy(device=device_of(accelerator), **options)
+    return sp_lightning.SuperpipelineStrategy(**options)
 
 
 def check(

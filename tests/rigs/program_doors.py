@@ -490,11 +490,10 @@ def fabric_of(run: Run, streams: bool) -> Any:
     from lightning.fabric.strategies import SingleDeviceStrategy
     from ranked_fabric import TreeDDP
 
-    alone: dict[str, Any] = {"device": run.device} if run.size == 1 else {}
     if streams:
-        strategy: Any = ATTACH[run.program.door](**alone, **run.options())
+        strategy: Any = ATTACH[run.program.door](**run.options())
     else:
-        strategy = SingleDeviceStrategy(**alone) if run.size == 1 else TreeDDP(find_unused_parameters=True)
+        strategy = SingleDeviceStrategy(device=run.device) if run.size == 1 else TreeDDP(find_unused_parameters=True)
     precision: Any = run.program.precision
     plugins = [MixedPrecision(precision, run.device.type, run.scaler())] if precision in MIXED else None
     nodes = pretended_nodes.count()
@@ -563,11 +562,10 @@ def fit(run: Run, module: Any, end: int, streams: bool, saved: str | None) -> An
 def trainer_of(run: Run, end: int, streams: bool, saved: str | None) -> Any:
     """Make a Trainer."""
     program, lightning = run.program, package(run.program.door)
-    alone: dict[str, Any] = {"device": run.device} if run.size == 1 else {}
     if streams:
-        strategy = ATTACH[run.program.door](**alone, **run.options())
+        strategy = ATTACH[run.program.door](**run.options())
     elif run.size == 1:
-        strategy = lightning.strategies.SingleDeviceStrategy(**alone)
+        strategy = lightning.strategies.SingleDeviceStrategy(device=run.device)
     else:
         strategy = importlib.import_module("ranked_runs").plain(run.size)
     clips = program.clips if not program.manual else None  # which a program does by itself
