@@ -7,6 +7,7 @@ A cell is the largest of `MODELS` whose plan fits, with its speed and the hours 
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -59,12 +60,12 @@ class Needs:
 def needs(model: str, way: str) -> dict[str, Needs]:
     """Return what a model takes in one of these ways on each card; its traces serve all cards."""
     kind = listed.kind_of(MODELS[model])
-    make = listed.maker(*kind)
     batch = listed.batch_of(*kind, 1, TOKENS)
     planner = Planner(
-        listed.with_adapters(make, RANK) if way == "adapters, bf16" else make,
+        functools.partial(listed.made_with_adapters, *kind, RANK)
+        if way == "adapters, bf16"
+        else functools.partial(listed.made, *kind),
         batch,
-        target="cuda",
         loss=None,
         name=model,
         optimizer=None,
@@ -75,7 +76,6 @@ def needs(model: str, way: str) -> dict[str, Needs]:
             options=Options.parse(activations="recompute"),
             precision=PRECISION.get(way, "bf16-true"),
             machine=replace(MACHINES[card], host_nbytes=ROOMY),
-            target="cuda",
             clip=True,
         )
         plan = planner.size(job)

@@ -5,8 +5,20 @@ from __future__ import annotations
 import copyreg
 import os
 import re
+import traceback
 from collections.abc import Iterable
 from typing import Any
+
+PACKAGE, LIBRARY = os.path.dirname(__file__), os.path.dirname(os.__file__)
+NOT_THE_USERS = os.path.join(PACKAGE, ""), os.path.join(LIBRARY, ""), "<"  # beginnings of paths of other code
+
+
+def users_line(error: BaseException) -> str:
+    """Return the last line of the user's own code that led to an error, as "script.py:12: "; "" if none did."""
+    places = [f"{frame.filename}:{frame.lineno}: " for frame in traceback.extract_tb(error.__traceback__)]
+    others = [place for place in places if not place.startswith(NOT_THE_USERS)]
+    own = [place for place in others if "site-packages" not in place and "dist-packages" not in place]
+    return own[-1] if own else ""
 
 
 class SuperpipelineError(Exception):

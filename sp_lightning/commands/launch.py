@@ -8,13 +8,9 @@ import importlib.util
 import os
 import runpy
 import sys
-import traceback
 
-from ..errors import OptionError, SuperpipelineError
+from ..errors import OptionError, SuperpipelineError, users_line
 from . import OPTIONS, add_options, given
-
-PACKAGE, LIBRARY = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.__file__)
-NOT_THE_USERS = os.path.join(PACKAGE, ""), os.path.join(LIBRARY, ""), "<"  # beginnings of paths of other code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the script or module after ``--`` while its models stream; return its exit status."""
+    """Run the script or module after ``--`` while its models stream; return its exit status.
+
+    An error of this package's is one line, with the last line of the user's code that led to it.
+    """
     from ..hf import streaming
 
     is_module = args.script[:1] == ["-m"]
@@ -47,21 +46,10 @@ def main(args: argparse.Namespace) -> int:
             else:
                 runpy.run_path(script[0], run_name="__main__")
     except SuperpipelineError as error:
-        return _failed(error)
+        if not (line := users_line(error)):
+            raise  # it is about this command's own arguments
+        sys.stderr.write(f"python -m sp_lightning: {line}{' '.join(str(error).split())}\n")
+        return 1
     finally:
         sys.argv, sys.path[:] = before
     return 0
-
-
-def _failed(error: SuperpipelineError) -> int:
-    """Print an error in one line, with the last line of the user's code that led to it; return exit status 1.
-
-    An error without any of the user's code is raised again.
-    """
-    places = traceback.extract_tb(error.__traceback__)
-    others = [place for place in places if not place.filename.startswith(NOT_THE_USERS)]
-    own = [one for one in others if "site-packages" not in one.filename and "dist-packages" not in one.filename]
-    if not own:
-        raise error  # it is about this command's own arguments
-    sys.stderr.write(f"python -m sp_lightning: {own[-1].filename}:{own[-1].lineno}: {' '.join(str(error).split())}\n")
-    return 1

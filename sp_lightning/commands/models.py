@@ -5,6 +5,7 @@ No weights are downloaded or read: a config is enough to describe a model.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -22,10 +23,10 @@ def find(text: str | None, rows: int, tokens: int | None, adapters: int | None) 
     need("transformers", "models", "a plan of a model")
     kind, config = listed.kind_of(text) if text in listed.LISTED else _of_transformers(text)
     name = os.path.basename(os.path.normpath(text).removesuffix("/config.json"))
-    make = listed.maker(kind, config)
+    make = functools.partial(listed.made, kind, config)
     if adapters is not None:
         need("peft", "recipes", "a plan of adapters")
-        make = listed.with_adapters(make, adapters)
+        make = functools.partial(listed.made_with_adapters, kind, config, adapters)
     return {
         "module": make,
         "batch": listed.batch_of(kind, config, rows, tokens),

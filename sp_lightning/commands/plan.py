@@ -65,9 +65,7 @@ def main(args: argparse.Namespace) -> int:
 
     with working("planning"):
         found = plan(**{**run, **given(args, OF_MACHINE)})
-    batch = run["batch"]
-    tokens = batch["input_ids"].shape[1] if hasattr(batch, "keys") and "input_ids" in batch else None
-    print(json.dumps(found.to_dict(tokens), indent=2, default=str) if args.json else found.text(tokens))
+    print(json.dumps(found.to_dict(), indent=2, default=str) if args.json else found)
     return 0 if found.fits else 1
 
 

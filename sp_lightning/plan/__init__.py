@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -54,7 +55,7 @@ def plan(
         precision: The Trainer's precision.
         optimizer: A name such as "AdamW", a class, or a function of parameters; by default the module's own, or AdamW.
         machine: A listed machine's name, a `Machine`, or "here" to measure this one.
-        device: The device type whose kernels are counted; by default this machine's for "here", else "cuda".
+        device: The device type whose driver's memory is counted; by default this machine's for "here", else "cuda".
         loss: Runs the module on a batch and returns the loss; by default ``training_step``, or ``forward``.
         name: The model's name in the plan.
         clip: Whether gradients are clipped by their norm.
@@ -78,7 +79,7 @@ def plan(
     if chosen.master_weights and not precision.endswith("16-true"):
         allowed = "'bf16-true' or '16-true' with master_weights=True"
         raise OptionError(argument="precision", found=precision, allowed=allowed)
-    profile, target = _machine(machine, device, precision)
+    profile = _machine(machine, device, precision)
     there: dict[str, Any] = {
         "device_nbytes": nbytes_or_none("device_memory", device_memory, "> 0"),
         "host_nbytes": nbytes_or_none("host_memory", host_memory, "> 0"),
@@ -87,7 +88,6 @@ def plan(
         options=chosen,
         precision=precision,
         machine=replace(profile, **{name: nbytes for name, nbytes in there.items() if nbytes is not None}),
-        target=target,
         accumulate=accumulate,
         clip=clip or precision == "16-mixed",  # its gradient scaler needs all gradients first
         copies=copies,
@@ -97,17 +97,15 @@ def plan(
     if isinstance(module, str):
         kind, name = listed.kind_of(module), name or module
         batch = batch if hasattr(batch, "keys") else listed.batch_of(*kind, batch or 1)
-        module = listed.maker(*kind)
-    return Planner(module, batch, target=target, loss=loss, name=name, optimizer=optimizer).plan(job)
+        module = functools.partial(listed.made, *kind)
+    return Planner(module, batch, loss=loss, name=name, optimizer=optimizer).plan(job)
 
 
-def _machine(given: Machine | str, device: torch.device | str | None, precision: str) -> tuple[Machine, str]:
-    """Return the machine, measured if it is "here", and the device type whose kernels are traced."""
-    target = None if device is None else torch.device(device).type
-    if isinstance(given, Machine):
-        return given, target or "cuda"
-    if given != "here":
-        return machine_named(given), target or "cuda"
-    found = find(None if device is None else str(device))
-    dtype = torch.float32 if precision.startswith("32") else torch.bfloat16
-    return Machine(name="here", **measured(found, dtype, REACHED.down_cost)), target or found.type
+def _machine(given: Machine | str, device: torch.device | str | None, precision: str) -> Machine:
+    """Return the machine, measured if it is "here", with the device's type if one is given."""
+    if given == "here":
+        found = find(None if device is None else str(device))
+        dtype = torch.float32 if precision.startswith("32") else torch.bfloat16
+        return Machine(name="here", device_type=found.type, **measured(found, dtype, REACHED.down_cost))
+    machine = given if isinstance(given, Machine) else machine_named(given)
+    return machine if device is None else replace(machine, device_type=torch.device(device).type)

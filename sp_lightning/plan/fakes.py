@@ -1,4 +1,4 @@
-"""Run model code on tensors without data, with the kernels and the casts of the device that is planned for.
+"""Run model code on tensors without data, with the kernels and the casts of a CUDA device.
 
 Tensors are torch's fake ones (FakeTensorMode), on the CPU, where autograd runs without a device. Small integer tensors
 are real, and so is what is computed of them alone: token ids, masks and grid sizes have values, so ``.item()``,
@@ -31,7 +31,6 @@ from ..compat.torch import (
 
 aten = torch.ops.aten
 HALVES = torch.float16, torch.bfloat16
-FUSED = "cuda", "xpu"  # device types with fused kernels of attention and dropout
 KNOWN = 2**21  # elements of the largest integer tensor that has values
 UNKNOWN = needs_values()
 CPU = torch.device("cpu")
@@ -41,16 +40,14 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which model code runs without data; ``observe`` is called with each operator and its result.
 
     Args:
-        target: The device type whose kernels are counted, such as "cuda".
         autocast: The type that the precision casts to; None for no autocast.
     """
 
-    def __init__(self, target: str, autocast: torch.dtype | None) -> None:
+    def __init__(self, autocast: torch.dtype | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.observe: Any = None
         self._fake = fake_mode()
-        self.kernels, self.is_fused = _Kernels(target), target in FUSED
-        self._autocast = autocast
+        self.kernels, self._autocast = _Kernels(), autocast
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -62,8 +59,6 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def adopt(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor like this one, of type ``dtype`` if given: fake, or a copy if it is small and of integers."""
         dtype = dtype or tensor.dtype
-        if is_fake(tensor) and dtype is tensor.dtype:
-            return tensor
         if not is_fake(tensor) and not tensor.is_meta and _is_known(tensor):
             return tensor.detach().to(dtype, copy=True)
         with without_function_modes(), without_dispatch_modes():
@@ -119,16 +114,11 @@ def _as_integers(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:
     """List the tensors among an operator's arguments or results, single or in lists."""
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_of(value)
-    return found
+    lists = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
+    return [one for some in lists for one in some if isinstance(one, Tensor)]
 
 
-# ---- kernels and casts of the target
+# ---- kernels and casts of CUDA
 
 # Functions that CUDA's autocast computes in FP32, and those whose result alone is FP32; the CPU's does not.
 IN_FP32 = frozenset(
@@ -140,25 +130,18 @@ TO_FP32 = frozenset("prod softmax log_softmax cumprod cumsum sum".split())
 
 
 class _Kernels(TorchFunctionMode):
-    """A mode in which functions run as on the target device, and every tensor stays where it is."""
-
-    def __init__(self, target: str) -> None:
-        super().__init__()
-        self._target = target
+    """A mode in which functions run as on a CUDA device, and every tensor stays where it is."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._target == "cpu":
-            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return _attention(self._target in FUSED, *args, **kwargs)
-        if func is F.dropout and self._target in FUSED:
+            return _attention(*args, **kwargs)
+        if func is F.dropout:
             return _dropout(*args, **kwargs)
         return _cast(func, args, kwargs) if torch.is_autocast_enabled("cpu") else func(*args, **kwargs)
 
 
 def _attention(
-    has_kernels: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -168,24 +151,22 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run attention by the kernel that the target device would pick: flash, memory-efficient or plain math."""
+    """Run attention by the kernel that CUDA would pick: flash, memory-efficient or plain math."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
     mask, grouped = attn_mask, enable_gqa and query.shape[1] != key.shape[1]
     if mask is not None:
         bias = torch.zeros(mask.shape, dtype=query.dtype)
         mask = bias.masked_fill(mask, 0) if mask.dtype is torch.bool else mask.to(query.dtype)
-    fused = has_kernels and query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    fused = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
     if fused and query.dtype in HALVES and mask is None and query.shape[-1] <= 256:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
     if not fused or grouped or query.dtype is torch.float64:
         given = (query, key, value, mask, dropout_p, is_causal)
         return aten._scaled_dot_product_attention_math(*given, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
     mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
-    needs = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
-        query, key, value, mask, needs, dropout_p, is_causal, scale=scale
-    )[0]
+    more = mask, torch.is_grad_enabled(), dropout_p, is_causal
+    return aten._scaled_dot_product_efficient_attention(query, key, value, *more, scale=scale)[0]  # type: ignore[no-any-return]
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
@@ -207,7 +188,7 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Run dropout as the target's fused kernel does, which saves a mask of one byte an element."""
+    """Run dropout as CUDA's fused kernel does, which saves a mask of one byte an element."""
     return torch.native_dropout(input, p, training)[0] if training and 0 < p < 1 else input
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,19 +15,15 @@ IMAGE = 224  # height and width of an image, if the configuration has none
 BY_PYTHON = "sp_lightning.plan(make_model, batch) plans others, by Python"
 
 
-class Listed(NamedTuple):
-    """A model's class in transformers, and the sizes of its configuration."""
-
-    kind: str  # name of the configuration's class, without "Config"
-    model: str
-    sizes: dict[str, Any]
+# A configuration's class in transformers, without "Config", the model's class, and the sizes of the configuration.
+Listed = tuple[str, str, dict[str, Any]]
 
 
 def _decoder(kind: str, hidden: int, layers: int, heads: int, keys: int, mlp: int, words: int, **more: Any) -> Listed:
     """Return a decoder-only language model of these sizes, as transformers' configuration names them."""
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": mlp, "vocab_size": words}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": keys, "max_position_embeddings": 131072}
-    return Listed(kind, f"{kind}ForCausalLM", {"use_cache": False, "tie_word_embeddings": False, **sizes, **more})
+    return kind, f"{kind}ForCausalLM", {"use_cache": False, "tie_word_embeddings": False, **sizes, **more}
 
 
 IMAGES = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "intermediate_size": 5120}
@@ -42,7 +37,7 @@ LISTED = {
     "qwen3-14b": _decoder("Qwen3", 5120, 40, 40, 8, 17408, 151936, head_dim=128),
     "qwen3-32b": _decoder("Qwen3", 5120, 64, 64, 8, 25600, 151936, head_dim=128),
     "mixtral-8x7b": _decoder("Mixtral", 4096, 32, 32, 8, 14336, 32000),
-    "vit-h": Listed("ViT", "ViTForImageClassification", {**IMAGES, "patch_size": 14, "num_labels": 1000}),
+    "vit-h": ("ViT", "ViTForImageClassification", {**IMAGES, "patch_size": 14, "num_labels": 1000}),
 }
 
 
@@ -56,32 +51,24 @@ def kind_of(name: str) -> tuple[Any, Any]:
     return getattr(module, model), getattr(module, f"{kind}Config")(**sizes)
 
 
-def maker(kind: Any, config: Any) -> Callable[[], nn.Module]:
-    """Return a function that makes a model of transformers, without initial values."""
+def made(kind: Any, config: Any) -> nn.Module:
+    """Make a model of transformers, without initial values."""
+    from transformers.initialization import no_init_weights
 
-    def make() -> nn.Module:
-        from transformers.initialization import no_init_weights
-
-        with no_init_weights():
-            model: nn.Module = kind(config)
-        if hasattr(model, "tie_weights"):
-            model.tie_weights()  # type: ignore[operator]  # skipped with the initial values
-        return model
-
-    return make
+    with no_init_weights():
+        model: nn.Module = kind(config)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()  # type: ignore[operator]  # skipped with the initial values
+    return model
 
 
-def with_adapters(make: Callable[[], nn.Module], rank: int) -> Callable[[], nn.Module]:
-    """Return a function that makes the model frozen, with low-rank adapters beside its linear layers."""
+def made_with_adapters(kind: Any, config: Any, rank: int) -> Any:
+    """Make a model of transformers that is frozen, with low-rank adapters beside its linear layers."""
+    from peft import LoraConfig, get_peft_model
 
-    def adapted() -> Any:
-        from peft import LoraConfig, get_peft_model
-
-        with torch.device("meta"):
-            config = LoraConfig(r=rank, target_modules="all-linear")
-            return get_peft_model(make(), config, low_cpu_mem_usage=True)
-
-    return adapted
+    with torch.device("meta"):
+        adapters = LoraConfig(r=rank, target_modules="all-linear")
+        return get_peft_model(made(kind, config), adapters, low_cpu_mem_usage=True)
 
 
 def batch_of(kind: Any, config: Any, rows: int, tokens: int | None = None) -> dict[str, torch.Tensor]:

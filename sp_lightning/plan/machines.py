@@ -26,6 +26,7 @@ class Machine:
     """One device, its link to the host, and the host's memory. Rates are sustained, in bytes or FLOP per second."""
 
     name: str
+    device_type: str = "cuda"  # whose driver's memory counts
     flops_per_s: float  # of large matrix products in half precision
     fp32_flops_per_s: float | None = None  # None: as in half precision
     device_bytes_per_s: float = math.inf  # of device memory, read and written

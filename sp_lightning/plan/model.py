@@ -6,12 +6,10 @@ import contextlib
 import copy
 import functools
 import inspect
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,17 +18,16 @@ from torch.optim import Optimizer
 
 from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dtensor
 from ..compat.torch import tree_leaves
-from ..errors import OptionError, SuperpipelineError, UnsupportedError
+from ..errors import OptionError, SuperpipelineError, UnsupportedError, users_line
 from ..host.device import aligned
 from ..stream.leaf import casts_of
 from ..stream.partition import FoundUnit, UnitSpec, partition
 from ..stream.preparation import choose_residents, sizes, slots
 from ..stream.recompute import tensors_in
 from .fakes import FakeTensors
-from .trace import Setting, Trace, Visit
+from .trace import Trace, Visit
 
 HALF = {"bf16": torch.bfloat16, "16": torch.float16}
-PACKAGE = Path(__file__).parents[1]
 ALIKE = 3  # blocks that run in the place of more that are alike
 
 
@@ -44,7 +41,9 @@ class PlannedModel:
         *,
         precision: str,
         masters: bool,
-        target: str,
+        units: UnitSpec,
+        resident: Any,
+        wire_dtype: str,
         loss: Callable[[nn.Module, Any], Any] | None,
         name: str | None,
         optimizer: Any,
@@ -52,19 +51,23 @@ class PlannedModel:
         if batch is None:
             raise OptionError(argument="batch", found=None, allowed="a batch as the module takes it, or a function")
         self.name = name or str(getattr(source, "__name__", type(source).__name__))
-        self.masters = masters
         self._mixed = precision.endswith("mixed")  # half precision is by autocast
         self._half = HALF.get(precision.split("-")[0])  # the half-precision type in which the run computes, if it does
         self._dtype = torch.float64 if precision == "64-true" else None if self._mixed else self._half
-        self.tensors = FakeTensors(target, self._half if self._mixed else None)
+        self.tensors = FakeTensors(self._half if self._mixed else None)
         self._loss, self._batch = loss, batch() if callable(batch) else batch
-        self.rows = rows_of(self._batch)
+        self.rows, named = rows_of(self._batch), self._batch if hasattr(self._batch, "keys") else {}
+        self.tokens = named["input_ids"].shape[1] if "input_ids" in named else None  # in a row
         self.module = self._made(source)
+        self.parameters = sum(parameter.numel() for parameter in self.module.parameters())
         self.trains = any(p.requires_grad for p in self.module.parameters())
         self.module.train(self.trains)
         self.trace = functools.cache(self._trace)
         with self.tensors.running(), refusing("the optimizer takes no step without data", "optimizer='AdamW'"):
             self.state_share = _state_share(optimizer, self.module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings that tensors without data have no address
+            self._cut(units, resident, wire_dtype, masters)
 
     # ---- making
 
@@ -92,12 +95,10 @@ class PlannedModel:
 
     def _built(self, source: Callable[..., nn.Module]) -> Any:
         """Call the function that makes the module, on tensors without data; if that fails, on the meta device."""
-        try:
-            with self.tensors.running():
-                return source()
-        except Exception:
-            with torch.device("meta"):
-                return source()
+        with contextlib.suppress(Exception), self.tensors.running():
+            return source()
+        with torch.device("meta"):
+            return source()
 
     def _replace_tensors(self, module: nn.Module) -> None:
         """Replace a module's parameters and buffers by tensors without data; shared ones stay shared."""
@@ -118,39 +119,42 @@ class PlannedModel:
         like = self.tensors.adopt(tensor.detach(), self._dtype if tensor.is_floating_point() else None)
         return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
-    def _setting(self, classes: UnitSpec, resident: Any, wire_dtype: str, activations: str) -> Setting:
-        """Cut the module into units, and size them; those that ``resident`` chooses count as the resident rest."""
+    def _cut(self, classes: UnitSpec, resident: Any, wire_dtype: str, masters: bool) -> None:
+        """Cut the module into units, and make weights narrow that travel in half precision.
+
+        Units that ``resident`` chooses count as the resident rest.
+        """
         cut = partition(self.module, list(classes) if isinstance(classes, tuple) else classes)
         first = choose_residents(cut, slots(self.module), 0 if resident == "auto" else resident)
-        units = [replace(unit, resident=True) if unit in first else unit for unit in cut]
+        self.units = [replace(unit, resident=True) if unit in first else unit for unit in cut]
         casts = casts_of(self.module, self._half if self._mixed and wire_dtype == "auto" else None)
-        narrow = frozenset(casts & {id(p) for unit in units if not unit.resident for _, p in unit.params})
-        found = sizes(units, lambda p: torch.bfloat16 if id(p) in narrow else p.dtype, True)
-        if self.masters:
-            found = [replace(size, cast=size.parameters) for size in found]
-        return Setting(units, found, narrow, self.masters, activations)
+        narrow = [p for unit in self.units if not unit.resident for _, p in unit.params if id(p) in casts]
+        for parameter in narrow:
+            parameter.data = self.tensors.adopt(parameter.detach(), self._half)
+        wide = [p for p in self.module.parameters() if p.is_floating_point()] if masters else narrow
+        self.wide = frozenset(map(id, wide))  # ids of weights that are FP32 on the host alone
+        cast = [sum(p.numel() for _, p in unit.params if p.requires_grad and id(p) in self.wide) for unit in self.units]
+        found = sizes(self.units, lambda p: p.dtype, True)
+        self.sizes = [replace(size, cast=count) for size, count in zip(found, cast, strict=True)]
 
     # ---- a trace
 
-    def _trace(self, classes: UnitSpec, resident: Any, wire_dtype: str, activations: str, rows: int) -> Trace:
-        """Trace a step with these options on a batch of so many rows; of many like blocks three run, if possible."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings that tensors without data have no address
-            setting = self._setting(classes, resident, wire_dtype, activations)
-        what = f"{self.name} does not run without a Trainer and without data"
-        instead = "another batch, or loss=, a function that takes the module and a batch and returns the loss"
-        with _fewer_blocks(self.module, setting.units) as (ran, every), contextlib.suppress(Exception):
-            found = self._traced(setting, rows)
+    def _trace(self, activations: str, rows: int) -> Trace:
+        """Trace a step with a policy on a batch of so many rows; of many like blocks three run, if possible."""
+        with contextlib.suppress(Exception), _fewer_blocks(self.module, self.units) as (ran, every):
+            found = self._traced(activations, rows)
             found.visits = _repeated(found.visits, ran, every)
             return found
+        what = f"{self.name} does not run without a Trainer and without data"
+        instead = "another batch, or loss=, a function that takes the module and a batch and returns the loss"
         with refusing(what, instead):
-            return self._traced(setting, rows)
+            return self._traced(activations, rows)
 
-    def _traced(self, setting: Setting, rows: int) -> Trace:
+    def _traced(self, activations: str, rows: int) -> Trace:
         """Run a step on a batch of so many rows without data, and return its trace."""
         with self.tensors.running(), torch.set_grad_enabled(self.trains):
             batch = with_tensors(with_rows(self._batch, self.rows, rows), self._given)
-            found = Trace(setting, self.tensors)
+            found = Trace(self.tensors, self.units, self.sizes, self.wide, activations)
             found.run(self.module, batch, functools.partial(self._step, batch))
         return found
 
@@ -170,8 +174,8 @@ class PlannedModel:
         return self.module(*batch) if isinstance(batch, list | tuple) else self.module(batch)
 
     def host_nbytes(self, parameter: Tensor) -> int:
-        """Return the bytes of a weight in host memory: twice its own for an FP32 master of half precision."""
-        return aligned(parameter.nbytes * (2 if self.masters and parameter.is_floating_point() else 1))
+        """Return the bytes of a weight in host memory, where it may be FP32 that is not so on the device."""
+        return aligned(4 * parameter.numel() if id(parameter) in self.wide else parameter.nbytes)
 
 
 @contextlib.contextmanager
@@ -184,7 +188,8 @@ def refusing(what: str, instead: str) -> Iterator[None]:
     except SuperpipelineError:
         raise
     except Exception as error:
-        raise UnsupportedError(f"{what}: {_in_a_line(error)}; pass {instead}") from error
+        said = f"{users_line(error)}{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise UnsupportedError(f"{what}: {said}; pass {instead}") from error
 
 
 def rows_of(batch: Any) -> int:
@@ -208,14 +213,6 @@ def with_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     return copy.deepcopy(tree, {id(tensor): function(tensor) for tensor in tensors_in(tree)})
 
 
-def _in_a_line(error: Exception) -> str:
-    """Describe an error in one line, with the last line of the user's own code that led to it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
-    places = [f"{frame.filename}:{frame.lineno}" for frame in own if "site-packages" not in frame.filename]
-    return ": ".join([*places[-1:], type(error).__name__, *str(error).splitlines()[:1]])
-
-
 # ---- the optimizer's state
 
 
@@ -232,19 +229,18 @@ def _state_share(optimizer: Any, module: nn.Module) -> float:
     if optimizer is None and hasattr(module, "configure_optimizers"):
         made = module.configure_optimizers()  # type: ignore[operator]
     else:
-        made = (_kind(optimizer or "AdamW") if optimizer is None or isinstance(optimizer, str) else optimizer)(trained)
+        made = (optimizer if callable(optimizer) else _optimizer_named(optimizer or "AdamW"))(trained)
     optimizers = [one for one in tree_leaves(made) if isinstance(one, Optimizer)]
     return sum(map(_state_nbytes, optimizers)) / sum(p.nbytes for p in trained)
 
 
-def _kind(name: str) -> Any:
+def _optimizer_named(name: str) -> Any:
     """Return the class of ``torch.optim`` with this name, in upper or lower case."""
-    kinds = {key: kind for key, kind in vars(torch.optim).items() if isinstance(kind, type) and kind is not Optimizer}
-    found = next((kind for key, kind in kinds.items() if key.lower() == name.lower()), None)
-    if found is None:
-        allowed = f"one of {', '.join(kinds)}; or a class or a function of parameters"
+    kinds = {key.lower(): key for key, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    if name.lower() not in kinds:
+        allowed = f"one of {', '.join(kinds.values())}; or a class or a function of parameters"
         raise OptionError(argument="optimizer", found=name, allowed=allowed)
-    return found
+    return getattr(torch.optim, kinds[name.lower()])
 
 
 def _state_nbytes(optimizer: Optimizer) -> int:
@@ -266,13 +262,13 @@ def _state_nbytes(optimizer: Optimizer) -> int:
 
 @contextlib.contextmanager
 def _fewer_blocks(module: nn.Module, units: Sequence[FoundUnit]) -> Iterator[tuple[list[int], list[int]]]:
-    """Cut the longest list of like blocks to three in this context; yield the unit indices of the three, and of all."""
+    """Cut the longest list of like blocks to three in this context; yield the unit indices of the three, and of all.
+
+    Raises ValueError if no list has more than three like blocks.
+    """
     places = {id(inner): unit.index for unit in units if len(unit.modules) == 1 for _, inner in unit.modules}
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) > ALIKE]
     stacks = [one for one in lists if all(id(block) in places and _form(block) == _form(one[0]) for block in one)]
-    if not stacks:
-        yield [], []
-        return
     stack = max(stacks, key=len)
     every, rest = [places[id(block)] for block in stack], list(stack[ALIKE:])
     del stack[ALIKE:]
@@ -289,14 +285,11 @@ def _form(block: nn.Module) -> Any:
 
 def _repeated(visits: list[Visit], ran: list[int], every: list[int]) -> list[Visit]:
     """Repeat the middle block's visits for the blocks that were left out; raise LookupError if they could differ."""
-    if not ran:
-        return visits
     first, middle, last = ran
     order = [visit.unit for visit in visits]
     between = [{order[place - 1], *order[place + 1 : place + 2]} for place, unit in enumerate(order) if unit == middle]
-    if not between or any(neighbours != {first, last} for neighbours in between):
-        raise LookupError
-    if sum(visit.grown for visit in visits if visit.unit == middle):  # a cache, which goes with the output
+    grown = sum(visit.grown for visit in visits if visit.unit == middle)  # a cache, which goes with the output
+    if grown or not between or any(neighbours != {first, last} for neighbours in between):
         raise LookupError
     found = []
     for visit in visits:

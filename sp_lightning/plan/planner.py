@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from ..errors import SuperpipelineError
 from ..store.placement import UnitBytes, choose
 from .model import PlannedModel
 from .report import Change, Job, Plan
-from .step import Sweep, step_cost, step_time, sweep
+from .step import Loads, step_cost, step_time, sweep
 from .trace import Trace, Work
 
 # Two of cuBLAS, of the threads of forward and backward: torch allocates 8.125 MiB each, and 32 MiB on Hopper.
@@ -21,14 +22,18 @@ RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the share of the re
 WINDOWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 EQUAL = 1.02  # ratio of times below which they count as equal
 OFFERED = 3  # changes
-LESS = {  # policies that leave less on the device than "keep", and what they cost
-    "recompute": "each forward runs twice",
-    "offload": "what units save goes to the host and comes back",
-    "recompute+offload": "each forward runs twice, and inputs of units go to the host and come back",
+LESS = "recompute", "offload", "recompute+offload"  # policies that leave less on the device than "keep"
+COSTS = {  # what a change does to the numbers, or to a step
+    ("activations", "keep"): "more bytes on the device",
+    ("activations", "recompute"): "each forward runs twice",
+    ("activations", "offload"): "what units save goes to the host and comes back",
+    ("activations", "recompute+offload"): "each forward runs twice, and inputs of units go to the host and come back",
+    ("disk", "FOLDER"): "state is read and written each step",
+    ("precision", "bf16-true"): "rounded to bf16",
+    ("master_weights", True): "but stepped in FP32",
 }
 
-Offer = tuple[str, str, dict[str, Any]]  # what to type, what it does to the numbers, and what of the job it changes
-NO_OFFER: Offer = "", "", {}
+Changes = dict[str, Any]  # arguments of a job, or options of the strategy, by name
 
 
 class Planner:
@@ -40,14 +45,15 @@ class Planner:
     def plan(self, job: Job) -> Plan:
         """Plan a job, and offer up to three changes that make it fit or, if it fits, faster."""
         plan, found, tried = self.size(job), list[Change](), list[str]()
-        for what, cost, changes in _that_may_be_faster(plan) if plan.fits else self._that_may_fit(plan):
-            tried.append(what)
-            sized = self._tried(plan, changes)
+        for changes in _that_may_be_faster(plan) if plan.fits else self._that_may_fit(plan):
+            tried.append(", ".join(itertools.starmap(_typed, changes.items())))
+            sized = self._tried(job, changes)
             if sized is None or not sized.fits:
                 continue
-            slower = plan.speed()["rows_per_s"] / sized.speed()["rows_per_s"]
+            slower = plan.speed["rows_per_s"] / sized.speed["rows_per_s"]
             if not plan.fits or slower < 1 / EQUAL:
-                found.append(Change(what, cost, sized.device_nbytes, sized.host_nbytes, sized.step_s, slower))
+                cost = ", ".join(COSTS[one] for one in changes.items() if one in COSTS)
+                found.append(Change(tried[-1], cost, sized.device_nbytes, sized.host_nbytes, sized.step_s, slower))
             if len(found) == OFFERED:
                 break
         if plan.fits:
@@ -57,108 +63,95 @@ class Planner:
     def size(self, job: Job) -> Plan:
         """Plan a job with the smallest window that fits and is as fast as the largest, or else with the smallest."""
         options = job.options
-        model = self._make(precision=job.precision, masters=options.master_weights)
-        rows = max(1, round(model.rows * job.scale))
-        found = model.trace(options.units, options.resident, options.wire_dtype, options.activations, rows)
-        most = max(1, sum(not size.resident for size in found.setting.sizes))
+        model = self._make(
+            precision=job.precision,
+            masters=options.master_weights,
+            units=options.units,
+            resident=options.resident,
+            wire_dtype=options.wire_dtype,
+        )
+        rows = job.rows or model.rows
+        found = model.trace(options.activations, rows)
+        most = max(1, sum(not size.resident for size in found.sizes))
         wanted = [*WINDOWS, most] if options.window == "auto" else [options.window]
         windows = sorted({min(window, most) for window in wanted})
-        plan = functools.cache(functools.partial(_planned, job, model, found, rows))
+        plan = functools.cache(functools.partial(_planned, job, model, found, _on_host(job, model, found), rows))
         largest = next((plan(window) for window in reversed(windows) if plan(window).fits_device), plan(windows[0]))
         return next(plan(window) for window in windows if plan(window).step_s <= EQUAL * largest.step_s)
 
-    def _tried(self, plan: Plan, changes: dict[str, Any]) -> Plan | None:
+    def _tried(self, job: Job, changes: Changes) -> Plan | None:
         """Plan a job with changes; return None if options do not go together, or the model cannot run that way."""
         try:
-            return self.size(plan.job.changed(**changes))
+            return self.size(job.changed(**changes))
         except SuperpipelineError:
             return None
 
-    def _that_may_fit(self, plan: Plan) -> Iterator[Offer]:
+    def _that_may_fit(self, plan: Plan) -> Iterator[Changes]:
         """Yield changes that may make a run fit; first those that change no bits.
 
         A batch is divided into equal parts, of which as many more are then accumulated for a step, if one row fits.
         """
-        job, options, trains, policies, batches = plan.job, plan.job.options, plan.trained > 0, [NO_OFFER], [NO_OFFER]
+        job, options, trains = plan.job, plan.job.options, plan.trained > 0
         if options.window != "auto":
-            yield "window='auto'", "", {"window": "auto", "transfer": "auto"}
+            yield {"window": "auto"}
         if options.optimizer_device == "device":
-            yield "optimizer_device='host'", "", {"optimizer_device": "host"}
-        if not plan.fits_device:
-            policies += _policies(LESS, options.activations)
-            least = self._tried(plan, {"scale": job.scale / plan.rows, "activations": [*LESS][-1]})
-            if least is not None and least.fits_device:
-                batches += [_in_parts(plan, count) for count in _divisors(plan.rows)]
-        disks = [NO_OFFER]
-        if not plan.fits_host and trains and not options.spills:
-            disks.append(("disk=FOLDER", "state is read and written each step", {"disk": "FOLDER"}))
-        halves = list[Offer]()
+            yield {"optimizer_device": "host"}
+        halves, unchanged = list[Changes](), Changes()
+        batches, disks, policies = [unchanged], [unchanged], [unchanged]
         if trains and not job.precision.endswith("16-true"):
-            half = {"precision": "bf16-true"}
-            masters = half | {"master_weights": True}
-            halves += [("precision='bf16-true', master_weights=True", "computed in bf16, stepped in FP32", masters)]
-            halves += [("precision='bf16-true'", "weights and state are rounded to bf16", half)]
-        yield from itertools.islice(_together(batches, disks, policies), 1, None)  # all but the job as it is
-        yield from _together(halves, disks, policies)
+            halves += {"precision": "bf16-true", "master_weights": True}, {"precision": "bf16-true"}
+        if not plan.fits_device:
+            policies += _other_policies(plan, LESS)
+            least = self._tried(job, {"rows": 1, "activations": LESS[-1]})
+            for parts in range(2, plan.rows + 1) if least is not None and least.fits_device else ():
+                if plan.rows % parts == 0:
+                    more = {"accumulate": job.accumulate * parts} if trains else {}
+                    batches.append({"rows": plan.rows // parts, **more})
+        if not plan.fits_host and trains and not options.spills:
+            disks.append({"disk": "FOLDER"})
+        every = *itertools.product(batches, disks, policies), *itertools.product(halves, disks, policies)
+        for chosen in every[1:]:  # the first is the job as it is
+            yield functools.reduce(operator.or_, chosen)
 
 
-def _that_may_be_faster(plan: Plan) -> Iterator[Offer]:
+def _that_may_be_faster(plan: Plan) -> Iterator[Changes]:
     """Yield changes that may make a run faster that fits."""
-    yield _batch_of(2 * plan.rows), "", {"scale": 2 * plan.job.scale}
+    yield {"rows": 2 * plan.rows}
     if plan.trained:
-        yield from _policies({"keep": "more bytes on the device"} | LESS, plan.job.options.activations)
+        yield from _other_policies(plan, ("keep", *LESS))
 
 
-def _policies(costs: dict[str, str], now: str) -> list[Offer]:
-    """Return the changes to each of these policies for activations but the present one."""
-    return [(f"activations={one!r}", cost, {"activations": one}) for one, cost in costs.items() if one != now]
+def _other_policies(plan: Plan, policies: Iterable[str]) -> list[Changes]:
+    """Return changes to these policies for activations, but for the one that is planned."""
+    return [{"activations": policy} for policy in policies if policy != plan.job.options.activations]
 
 
-def _in_parts(plan: Plan, count: int) -> Offer:
-    """Return the change to a batch of so many equal parts; where weights train, they are accumulated."""
-    batch, scale, accumulate = _batch_of(plan.rows // count), plan.job.scale / count, plan.job.accumulate * count
-    if not plan.trained:
-        return batch, "", {"scale": scale}
-    return f"{batch}, accumulate={accumulate}", "", {"scale": scale, "accumulate": accumulate}
-
-
-def _together(*alternatives: Iterable[Offer]) -> Iterator[Offer]:
-    """Yield each combination of alternatives as one change; the last ones vary first."""
-    for chosen in itertools.product(*alternatives):
-        whats, costs, changes = zip(*chosen, strict=True)
-        together = {name: value for one in changes for name, value in one.items()}
-        yield ", ".join(filter(None, whats)), ", ".join(filter(None, costs)), together
-
-
-def _divisors(rows: int) -> list[int]:
-    """Return the numbers of parts into which a batch is divided: powers of two that divide it, and its rows."""
-    return sorted({2**power for power in range(1, rows.bit_length()) if rows % 2**power == 0} | {rows})
-
-
-def _batch_of(rows: int) -> str:
-    return f"a batch of {rows} row{'s' * (rows > 1)}"
+def _typed(name: str, value: Any) -> str:
+    """Return a change as a user would type it."""
+    return f"a batch of {value} row{'s' * (value > 1)}" if name == "rows" else f"{name}={value!r}"
 
 
 # ---- a plan
 
 
-def _planned(job: Job, model: PlannedModel, found: Trace, rows: int, window: int) -> Plan:
+def _planned(job: Job, model: PlannedModel, found: Trace, units: list[UnitBytes], rows: int, window: int) -> Plan:
     """Plan a job with one window."""
-    options, sizes = job.options, found.setting.sizes
+    options, sizes = job.options, found.sizes
     transfer = 1 if options.transfer == "auto" else min(options.transfer, window)
-    swept = sweep(found, window, transfer)
-    host, disk = _host_terms(job, found, model, swept)
-    step_s, lanes = _timed(job, found, swept, disk, model.state_share, window <= transfer)
+    on_device, loads = sweep(found, window, transfer)
+    host, disk = _host_terms(job, found, units, loads)
+    step_s, lanes = _timed(job, found, loads, disk, model.state_share, window <= transfer)
     return Plan(
         job=job,
         model=model.name,
-        parameters=sum(parameter.numel() for parameter in model.module.parameters()),
+        parameters=model.parameters,
         trained=sum(size.parameters for size in sizes),
         rows=rows,
+        tokens=model.tokens,
         window=window,
         transfer=transfer,
         units=tuple(size.name for size in sizes if not size.resident),
-        device_terms={name: n for name, n in _device_terms(job, found, swept, model.state_share).items() if n},
+        device_terms={name: n for name, n in _device_terms(job, found, on_device, model.state_share).items() if n},
         host_terms={name: nbytes for name, nbytes in host.items() if nbytes},
         disk=disk,
         step_s=step_s,
@@ -166,30 +159,26 @@ def _planned(job: Job, model: PlannedModel, found: Trace, rows: int, window: int
     )
 
 
-def _device_terms(job: Job, found: Trace, swept: Sweep, share: float) -> dict[str, int]:
+def _device_terms(job: Job, found: Trace, terms: dict[str, int], share: float) -> dict[str, int]:
     """Return the device's bytes by term: those of the visits, and the optimizer's, workspaces and a reserve."""
-    sizes = found.setting.sizes
+    sizes = found.sizes
     state = share * sum(size.down_nbytes for size in sizes if size.resident)
     if job.options.optimizer_device == "device":  # weights, gradients and state of two units are there at a time
         state += 2 * 4 * max(size.parameters for size in sizes) * (2 + share)
-    terms = swept.terms | {"optimizer": int(state), "workspaces": WORKSPACES.get(job.target, 0)}
-    fixed, wasted = RESERVE.get(job.target, (0, 0.0))
+    terms = terms | {"optimizer": int(state), "workspaces": WORKSPACES.get(job.machine.device_type, 0)}
+    fixed, wasted = RESERVE.get(job.machine.device_type, (0, 0.0))
     return terms | {"reserve": fixed + int(wasted * sum(terms.values()))}
 
 
-def _host_terms(job: Job, found: Trace, model: PlannedModel, swept: Sweep) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the host memory by term that the devices of a machine share, and the bytes in files.
-
-    What of weights, gradients and state is in files is decided as in a run.
-    """
-    options, own = job.options, job.devices * (job.devices > 1)  # each device has sums of several batches
-    units, sizes, narrow, *_ = found.setting
+def _on_host(job: Job, model: PlannedModel, found: Trace) -> list[UnitBytes]:
+    """Return each unit's bytes on the host: of weights, gradients, state, and copies that travel."""
+    own = job.devices * (job.devices > 1)  # each device has sums of several batches
     of_units = []
-    for unit, size in zip(units, sizes, strict=True):
-        is_there = size.resident and not options.master_weights  # on the device, where its weights are stepped
+    for unit, size in zip(found.units, found.sizes, strict=True):
+        is_there = size.resident and not job.options.master_weights  # on the device, where its weights are stepped
         held = [p for _, p in unit.params if not is_there or id(p) in unit.parts]
         weights = sum(model.host_nbytes(p) for p in held if p.requires_grad)
-        wires = [p for _, p in unit.params if id(p) in narrow or (model.masters and p.is_floating_point())]
+        wires = [p for _, p in unit.params if id(p) in model.wide]
         of_units.append(
             UnitBytes(
                 frozen=sum(model.host_nbytes(p) for p in held) - weights,
@@ -199,26 +188,36 @@ def _host_terms(job: Job, found: Trace, model: PlannedModel, swept: Sweep) -> tu
                 fixed=sum(2 * p.numel() for p in wires),
             )
         )
+    return of_units
+
+
+def _host_terms(job: Job, found: Trace, units: list[UnitBytes], loads: Loads) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the host memory by term that the devices of a machine share, and the bytes in files.
+
+    What of weights, gradients and state is in files is decided as in a run.
+    """
+    options = job.options
     budget = job.host_available if options.host_budget is None else options.host_budget
-    placed = choose(of_units, budget if options.uses_files else sum(map(sum, of_units)), options.spills, 0)
+    placed = choose(units, budget if options.uses_files else sum(map(sum, units)), options.spills, 0)
     left = placed.by_term
-    frozen = sum(one.frozen for one in of_units) - left["frozen"]
-    loads = sum(map(len, swept.loads.values())) / max(1, sum(not size.resident for size in sizes))  # of each unit
+    frozen = sum(one.frozen for one in units) - left["frozen"]
+    each = sum(map(len, loads.values())) / max(1, sum(not size.resident for size in found.sizes))  # loads of a unit
     terms = {"weights": left["frozen"] + left["weights"], "wire copies": left["fixed"]}
     terms |= {"gradients": left["gradients"], "optimizer": left["state"]}
     terms["activations"] = job.devices * sum(visit.work.down for visit in found.visits)
-    terms["copies"] = job.copies * sum(one.frozen + one.weights for one in of_units)
-    return terms, {"there": placed.disk + frozen, "read": placed.disk + int(loads * frozen), "written": placed.disk}
+    terms["copies"] = job.copies * sum(one.frozen + one.weights for one in units)
+    return terms, {"there": placed.disk + frozen, "read": placed.disk + int(each * frozen), "written": placed.disk}
 
 
 def _timed(
-    job: Job, found: Trace, swept: Sweep, disk: dict[str, int], share: float, alone: bool
+    job: Job, found: Trace, loads: Loads, disk: dict[str, int], share: float, alone: bool
 ) -> tuple[float, dict[str, float]]:
     """Add up the work of a step's parts, from its trace and its loads, and return `step_time` of it."""
-    sizes, on_device = found.setting.sizes, job.options.optimizer_device == "device"
-    loads = {late: [Work(up=sizes[index].up_nbytes) for index in swept.loads[late]] for late in (False, True)}
+    sizes, on_device = found.sizes, job.options.optimizer_device == "device"
+    ups = {late: [sizes[index].up_nbytes for index in loads[late]] for late in (False, True)}
+    del ups[False][:1]  # nothing runs beside it
     forward, backward = (
-        sum((visit.work for visit in found.visits if visit.backward == late), sum(loads[late], Work()))
+        sum((visit.work for visit in found.visits if visit.backward == late), Work(up=sum(ups[late])))
         for late in (False, True)
     )
     step, first, first_step = Work(read=disk["read"], written=disk["written"]), Work(), Work()
@@ -230,8 +229,7 @@ def _timed(
         added = 12 * size.parameters - 2 * size.cast  # a gradient as it came down, to a sum in FP32
         gradients = Work(down=size.down_nbytes, cores=added * (job.accumulate > 1))
         stepped = step_cost(size.parameters, share, on_device)
-        if index in swept.loads[False][:1]:
-            forward.up -= size.up_nbytes
+        if index in loads[False][:1]:
             first, first_step = gradients + Work(up=size.up_nbytes, sent=sent), stepped
         else:
             backward += gradients

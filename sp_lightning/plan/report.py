@@ -18,13 +18,12 @@ class Job:
     options: Options
     precision: str
     machine: Machine
-    target: str  # the device type whose kernels count
     accumulate: int = 1
     clip: bool = False
     copies: int = 0
     devices: int = 1
     nodes: int = 1
-    scale: float = 1  # rows of the batch, for each one that was given
+    rows: int | None = None  # of the batch; None: as it was given
 
     @property
     def host_available(self) -> int:
@@ -64,6 +63,7 @@ class Plan:
     parameters: int
     trained: int
     rows: int
+    tokens: int | None  # in a row, if it consists of tokens
     window: int
     transfer: int
     units: tuple[str, ...]  # names of the units that stream
@@ -107,21 +107,19 @@ class Plan:
         """The lane that is busiest in a step."""
         return max(self.lanes, key=self.lanes.__getitem__)
 
-    def speed(self, tokens: int | None = None) -> dict[str, float]:
-        """Return the rows per second of all devices and, with ``tokens`` in a row, the tokens per second."""
+    @property
+    def speed(self) -> dict[str, float]:
+        """The rows per second of all devices and, where they consist of tokens, the tokens per second."""
         rows = self.rows * self.job.accumulate * self.job.devices * self.job.nodes / self.step_s
-        return {"rows_per_s": rows} | ({"tokens_per_s": rows * tokens} if tokens else {})
+        return {"rows_per_s": rows} | ({"tokens_per_s": rows * self.tokens} if self.tokens else {})
 
-    def to_dict(self, tokens: int | None = None) -> dict[str, Any]:
-        """Return the plan as a dict of plain values; with ``tokens`` in a row, its speed has tokens per second."""
-        computed = "device_nbytes", "host_nbytes", "fits_device", "fits_host", "fits", "bound_by"
-        return asdict(self) | {name: getattr(self, name) for name in computed} | {"speed": self.speed(tokens)}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as a dict of plain values."""
+        computed = "device_nbytes", "host_nbytes", "fits_device", "fits_host", "fits", "bound_by", "speed"
+        return asdict(self) | {name: getattr(self, name) for name in computed}
 
     def __str__(self) -> str:
-        return self.text()
-
-    def text(self, tokens: int | None = None) -> str:
-        """Return the plan as the command prints it; with ``tokens`` in a row, its speed has tokens per second."""
+        """Return the plan as the command prints it."""
         job, fits = self.job, "fits"
         several = f"{job.nodes} machines with " * (job.nodes > 1) + f"{job.devices} x " * (job.devices > 1)
         if not self.fits:
@@ -141,7 +139,7 @@ class Plan:
             shown = [f"  {name:24}{format_bytes(nbytes):>12}" for name, nbytes in terms.items()]
             lines += ["", f"{title}:", *shown] if shown else []
         busy = ", ".join(f"{lane} {format_seconds(seconds)}" for lane, seconds in self.lanes.items() if seconds)
-        speed = ", ".join(f"{value:.3g} {name.split('_')[0]}" for name, value in self.speed(tokens).items())
+        speed = ", ".join(f"{value:.3g} {name.split('_')[0]}" for name, value in self.speed.items())
         lines += ["", f"A step takes {format_seconds(self.step_s)}, bound by {self.bound_by} (busy: {busy})"]
         lines += [f"Speed{'' if self.fits else ', if it fitted'}: {speed} a second"]
         title = "Change:" if self.fits else "Would fit:"

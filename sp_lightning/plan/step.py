@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import NamedTuple
 
 from ..stream.schedule import Schedule
 from .machines import REACHED, Machine, Reached
@@ -24,16 +23,15 @@ PASSES = 3  # over the units: from the third on all are alike
 RING = 2  # units whose gradients, or activations, are on their way down while others compute
 
 
-class Sweep(NamedTuple):
-    """The bytes on the device by term at a step's fullest moment, and its loads in forward and in backward."""
-
-    terms: dict[str, int]
-    loads: dict[bool, list[int]]  # indices of units, by whether backward runs
+Loads = dict[bool, list[int]]  # indices of units that a step loads, by whether backward runs
 
 
-def sweep(found: Trace, window: int, transfer: int) -> Sweep:
-    """Simulate the run's loads and evictions over the visits of a step; return its fullest moment, and its loads."""
-    sizes = found.setting.sizes
+def sweep(found: Trace, window: int, transfer: int) -> tuple[dict[str, int], Loads]:
+    """Simulate the run's loads and evictions over the visits of a step.
+
+    Returns the bytes on the device by term at its fullest moment, and its loads.
+    """
+    sizes = found.sizes
     schedule = Schedule([size.up_nbytes for size in sizes], window, min(transfer, window))
     trained = [index for index, size in enumerate(sizes) if size.down_nbytes]
     order = [visit.unit for visit in found.visits if visit.unit is not None]
@@ -41,7 +39,7 @@ def sweep(found: Trace, window: int, transfer: int) -> Sweep:
     for visit in reversed(found.visits):
         coming.insert(0, visit.work.up or coming[0])
     packs, leaving = deque[int](maxlen=RING), deque[int](maxlen=RING)
-    terms, loads = dict[str, int](), dict[bool, list[int]]()
+    terms, loads = dict[str, int](), Loads()
     for number in range(PASSES):
         schedule.invalidate(trained)
         packs.clear()
@@ -61,7 +59,7 @@ def sweep(found: Trace, window: int, transfer: int) -> Sweep:
             packs.extend(visit.packed)
             leaving.extend([visit.leaving] * bool(visit.leaving))
     root = sum(size.up_nbytes for size in sizes if size.resident)
-    return Sweep(terms | {ROOT: root, "batch": found.batch, "buffers": found.buffers}, loads)
+    return terms | {ROOT: root, "batch": found.batch, "buffers": found.buffers}, loads
 
 
 # ---- time
@@ -138,7 +136,7 @@ def step_time(
         last = seconds(forward + step) + back
     else:
         last = max(sweep, seconds(forward + backward + step))
-    whole = (forward + backward + first) * accumulate + step + first_step
+    whole = sum([forward, backward, first] * accumulate, step + first_step)
     taken = (accumulate - 1) * sweep + last + accumulate * serial + seconds(first_step) + seconds(Work(up=summed))
     return taken, _lanes(whole, machine, reached)
 

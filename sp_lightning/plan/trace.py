@@ -2,7 +2,7 @@
 
 1. A visit lasts from the moment a unit is needed until other code runs. Its bytes count from those that were there as
    it began. Neither window nor transfer changes what is in it, so one trace serves all of them.
-2. Weights take nothing here, and neither do casts of them with which they travel.
+2. Weights take nothing here.
 3. A unit's gradients wait for the last of them, and are packed then. Packed gradients and activations that are on their
    way down are counted by who follows the visits (step.py).
 """
@@ -13,9 +13,10 @@ import contextlib
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,10 +59,6 @@ class Work:
         """Return the sum of this work and another's, lane by lane."""
         return Work(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Work)})
 
-    def __mul__(self, count: int) -> Work:
-        """Return this work, multiplied by a count."""
-        return Work(**{one.name: count * getattr(self, one.name) for one in fields(Work)})
-
 
 @dataclass
 class Visit:
@@ -77,32 +74,33 @@ class Visit:
     grown: int = 0  # bytes there as it ends, less those as it began
 
 
-class Setting(NamedTuple):
-    """The settings that decide where a step's bytes are."""
-
-    units: Sequence[FoundUnit]
-    sizes: Sequence[UnitNumbers]  # what each unit takes on the device
-    narrow: frozenset[int]  # ids of FP32 weights that travel in half precision
-    masters: bool  # whether weights are FP32 on the host alone
-    activations: str
-
-
 class Trace:
     """A step that ran without data: what was allocated and computed, divided into visits.
 
     Args:
-        setting: The units, and what becomes of their bytes.
         tensors: The context in which the module was made, entered while a step runs.
+        units: The units.
+        sizes: What each unit takes on the device.
+        wide: Ids of weights that are FP32 on the host alone.
+        activations: The policy for activations.
     """
 
-    def __init__(self, setting: Setting, tensors: FakeTensors) -> None:
+    def __init__(
+        self,
+        tensors: FakeTensors,
+        units: Sequence[FoundUnit],
+        sizes: Sequence[UnitNumbers],
+        wide: frozenset[int],
+        activations: str,
+    ) -> None:
         self.visits = [Visit(None, False)]
         self.batch = self.buffers = 0  # bytes
-        self.setting, self._tensors = setting, tensors
+        self.units, self.sizes = units, sizes
+        self._tensors, self._wide, self._activations = tensors, wide, activations
         self._live: dict[int, tuple[int, object]] = {}  # bytes of a storage, and a reference that tells when it is gone
         self._stack: list[int] = []  # units whose code runs
-        weights = [(p, unit.index) for unit in setting.units for _, p in unit.params if p.layout is torch.strided]
-        self._weights = {storage_id(p.untyped_storage()): (p, index) for p, index in weights}
+        weights = ((p, unit) for unit in units for _, p in unit.params if p.layout is torch.strided)
+        self._unit_of = {storage_id(p.untyped_storage()): unit.index for p, unit in weights}
         self._came: dict[int, list[Tensor]] = defaultdict(list)  # by unit: weights whose gradients are complete
 
     # ---- a step
@@ -117,35 +115,34 @@ class Trace:
         """
         self.buffers = sum(self.add(tensor, 0) for tensor in module.buffers())
         self.batch = sum(self.add(tensor, 0) for tensor in tensors_in(batch))
-        with self._listening():
+        with contextlib.ExitStack() as stack:
+            self._listen(stack)
             losses = _losses(step())  # the rest of an output is gone before backward
             if losses:
                 torch.autograd.backward(losses, [torch.ones_like(one) for one in losses])
             for index in list(self._came):
                 self._send(index)
+        module.zero_grad()  # of units that stay on the device
 
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Count operators, units' forwards and gradients in this context."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(setattr, self._tensors, "observe", None)
-            self._tensors.observe = self.observe
-            for unit in self.setting.units:
-                if unit.resident:
-                    continue
-                for _, module in unit.modules:
-                    stack.callback(setattr, module, "forward", module.forward)
-                    module.forward = functools.partial(self._run, unit.index, module.forward)
-                for _, parameter in unit.params:
-                    if parameter.requires_grad:
-                        take = functools.partial(self._take, unit)
-                        stack.callback(parameter.register_post_accumulate_grad_hook(take).remove)  # type: ignore[no-untyped-call]
-            yield
+    def _listen(self, stack: contextlib.ExitStack) -> None:
+        """Count operators, units' forwards and gradients until the stack is closed."""
+        stack.callback(setattr, self._tensors, "observe", None)
+        self._tensors.observe = self.observe
+        for unit in self.units:
+            if unit.resident:
+                continue
+            for _, module in unit.modules:
+                stack.callback(setattr, module, "forward", module.forward)
+                module.forward = functools.partial(self._run, unit.index, module.forward)
+            for _, parameter in unit.params:
+                if parameter.requires_grad:
+                    take = functools.partial(self._take, unit)
+                    stack.callback(parameter.register_post_accumulate_grad_hook(take).remove)  # type: ignore[no-untyped-call]
 
     def enter(self, unit: int | None, backward: bool) -> None:
         """Start a visit of a unit (None: code outside of all) unless it is under way; resident units have no visits."""
         now = self.visits[-1]
-        if (unit, backward) != (now.unit, now.backward) and (unit is None or not self.setting.units[unit].resident):
+        if (unit, backward) != (now.unit, now.backward) and (unit is None or not self.units[unit].resident):
             around = tuple(dict.fromkeys(index for index in self._stack if index != unit))
             self.visits.append(Visit(unit, backward, around))
 
@@ -155,12 +152,8 @@ class Trace:
         if self._stack or not torch.is_grad_enabled():
             return inside(*args, **kwargs)
         self.enter(unit, False)
-        with contextlib.ExitStack() as stack:
-            if "offload" in self.setting.activations:
-                trip = _Trip(self, unit)
-                stack.callback(trip.close)
-                stack.enter_context(saved_tensors_hooks(trip.pack, trip.unpack))
-            if "recompute" in self.setting.activations:
+        with _Trip(self, unit) if "offload" in self._activations else contextlib.nullcontext():
+            if "recompute" in self._activations:
                 return checkpoint(inside, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
             return inside(*args, **kwargs)
 
@@ -183,7 +176,7 @@ class Trace:
             return 0
         storage = tensor.untyped_storage()
         key, nbytes = storage_id(storage), aligned(storage.nbytes())
-        if key in self._live or key in self._weights:
+        if key in self._live or key in self._unit_of:
             return 0
         counts = nbytes if counts is None else counts
         self._live[key] = counts, weakref.ref(storage, functools.partial(self._free, key))
@@ -192,38 +185,33 @@ class Trace:
 
     def _free(self, key: int, _: object) -> None:
         """Subtract the bytes of a storage that was freed."""
-        self._weights.pop(key, None)  # it may be a cast of a weight
         self._change(-self._live.pop(key)[0])
 
     def counts(self, tensor: Tensor) -> bool:
         """Whether a tensor takes bytes beside those of weights."""
         return tensor.layout is torch.strided and self._live.get(storage_id(tensor.untyped_storage()), (0,))[0] > 0
 
-    def _change(self, nbytes: int) -> None:
-        """Add bytes to the current visit, and raise its peak if they exceed it."""
+    def _change(self, nbytes: int, passing: int = 0) -> None:
+        """Add bytes to the current visit; raise its peak if they exceed it, or those that are ``passing`` before do."""
         visit = self.visits[-1]
+        visit.peak = max(visit.peak, visit.grown + passing, visit.grown + nbytes)
         visit.grown += nbytes
-        visit.peak = max(visit.peak, visit.grown)
 
     def _take(self, unit: FoundUnit, parameter: Tensor) -> None:
-        """Note a complete gradient, narrowed if its weight is cast; with the last one of a unit, pack them."""
-        if id(parameter) in self.setting.narrow:
-            self._change(aligned(parameter.nbytes // 2))
-            self._change(-aligned(parameter.nbytes))
+        """Note a complete gradient; with the last one of a unit, pack them."""
         self._came[unit.index].append(parameter)
         if len(self._came[unit.index]) == sum(p.requires_grad for _, p in unit.params):
             self._send(unit.index)
 
     def _send(self, unit: int) -> None:
         """Count the bytes of a unit's gradients as they are widened for norms and packed, and drop them."""
-        setting, params = self.setting, [p for p in self._came.pop(unit) if p.grad is not None]
-        came = sum(aligned(p.grad.nbytes) for p in params if p.grad is not None)
-        goes = sum(aligned(p.nbytes // 2 if id(p) in setting.narrow else p.nbytes) for p in params)
-        wide = sum(aligned(4 * p.numel()) for p in params if setting.masters or id(p) in setting.narrow)
-        for nbytes in (wide, -wide, goes, came - 2 * goes):
-            self._change(nbytes)
+        params = [p for p in self._came.pop(unit) if p.grad is not None]
+        goes = sum(aligned(p.nbytes) for p in params)
+        wide = sum(aligned(4 * p.numel()) for p in params if id(p) in self._wide)
+        self._change(0, passing=max(wide, goes))
         self.visits[-1].packed.append(goes)
-        self.visits[-1].work.moved += 2 * (goes + wide)
+        passes = 3.5 if torch.is_autocast_enabled("cpu") else 2.0  # over widened ones; autocast has cast them before
+        self.visits[-1].work.moved += 2 * goes + passes * wide
         for parameter in params:
             parameter.grad = None
 
@@ -235,23 +223,16 @@ class Trace:
         backward = graph_task() != -1
         known = {storage_id(t.untyped_storage()) for t in read if t.layout is torch.strided}
         made = [t for t in results if t.layout is torch.strided and storage_id(t.untyped_storage()) not in known]
-        weights = [self._weights[key] for key in known if key in self._weights]
-        for _, unit in weights:
+        units = [self._unit_of[key] for key in known if key in self._unit_of]
+        for unit in units:
             if unit not in self._stack:
                 self.enter(unit, backward)  # a backward, or a head that shares its weight with a table
-        if not weights and not self._stack and made and not backward:
+        if not units and not self._stack and made and not backward:
             self.enter(None, False)
-        is_cast = func is aten._to_copy.default and made and made[0].dtype in HALVES
-        if is_cast and weights and id(weights[0][0]) in self.setting.narrow:
-            self.add(made[0], 0)
-            self._weights[storage_id(made[0].untyped_storage())] = weights[0]
-            return
         for tensor in made:
             self.add(tensor)
-        if operator is aten.sum and read[0].dim() == 2 and len(read[0]) >= TALL and self._tensors.is_fused:
-            scratch = min(8 * read[0].numel(), SCRATCH)
-            self._change(scratch)
-            self._change(-scratch)
+        if operator is aten.sum and read[0].dim() == 2 and len(read[0]) >= TALL:
+            self._change(0, passing=min(8 * read[0].numel(), SCRATCH))
         visit, count = self.visits[-1], PRODUCTS.get(operator)
         if count is not None and read[0].dtype in HALVES:
             visit.work.flops += count(*args, **kwargs, out_val=out)
@@ -267,57 +248,46 @@ def _losses(output: Any) -> list[Tensor]:
     return list({id(one): one for one in tensors_in(output if loss is None else loss) if one.requires_grad}.values())
 
 
-class _Moved:
-    """A saved tensor that is on the host between forward and backward."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.form, self.tensor = (tensor.shape, tensor.stride(), tensor.dtype), tensor
-
-    def fetch(self) -> int:
-        """Allocate the tensor on the device again; return its bytes."""
-        shape, stride, dtype = self.form
-        self.tensor = torch.empty_strided(shape, stride, dtype=dtype)
-        return self.tensor.nbytes
-
-
-class _Trip:
+class _Trip(saved_tensors_hooks):
     """A unit's saved tensors on their way to the host and back: all come as the first is needed."""
 
     def __init__(self, trace: Trace, unit: int) -> None:
+        super().__init__(self._pack, self._unpack)
         self._trace, self._unit = trace, unit
-        self._moved: dict[Any, _Moved] = {}  # offloaded tensors, until all come back
+        self._moved: dict[Any, Any] = {}  # offloaded tensors, until all come back
 
-    def pack(self, tensor: Tensor) -> Any:
-        """Replace a saved tensor by a mark that it goes to the host; small ones, weights and views with gaps stay."""
-        if tensor.nbytes < SMALLEST or not self._trace.counts(tensor) or not _is_dense(tensor):
-            return tensor.detach()
-        key = storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.dtype
-        if key not in self._moved:
-            self._moved[key] = _Moved(tensor.detach())
-            self._trace.visits[-1].work.down += tensor.nbytes
-        return self._moved[key]
-
-    def close(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         """End the unit's forward: drop the offloaded tensors, and note the bytes that are still being copied."""
+        super().__exit__(*exception)
         storages = {key[0]: moved.tensor.untyped_storage() for key, moved in self._moved.items()}
         self._trace.visits[-1].leaving = sum(aligned(storage.nbytes()) for storage in storages.values())
         for moved in self._moved.values():
             del moved.tensor
 
-    def unpack(self, packed: Any) -> Tensor:
+    def _pack(self, tensor: Tensor) -> Any:
+        """Replace a saved tensor by a mark that it goes to the host; small ones, weights and views with gaps stay."""
+        with without_dispatch_modes():  # else the trace would see an operator of the model
+            is_dense = dense_strides(tensor) == tensor.stride()
+        if tensor.nbytes < SMALLEST or not self._trace.counts(tensor) or not is_dense:
+            return tensor.detach()
+        key = storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.dtype
+        if key not in self._moved:
+            make = functools.partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            self._moved[key] = SimpleNamespace(tensor=tensor.detach(), make=make)
+            self._trace.visits[-1].work.down += tensor.nbytes
+        return self._moved[key]
+
+    def _unpack(self, packed: Any) -> Tensor:
         """Return a saved tensor; the first one that is asked for brings all of the unit's back."""
         self._trace.enter(self._unit, True)
         if isinstance(packed, Tensor):
             return packed
         moved, self._moved = self._moved, {}
-        self._trace.visits[-1].work.up += sum(one.fetch() for one in moved.values())
+        for one in moved.values():
+            one.tensor = one.make()
+            self._trace.visits[-1].work.up += one.tensor.nbytes
         tensor: Tensor = packed.tensor
         return tensor
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    with without_dispatch_modes():  # else the trace would see an operator of the model
-        return dense_strides(tensor) == tensor.stride()
 
 
 def _moved(operator: Any, read: list[Tensor], made: list[Tensor]) -> float:

@@ -36,7 +36,7 @@ def test_a_batch_is_divided_into_equal_parts():
 
 def test_a_host_that_is_short_gets_a_disk():
     found = planned(host_memory="3MiB")
-    assert found.fits_device and not found.fits and found.changes[0].what == "disk=FOLDER"
+    assert found.fits_device and not found.fits and found.changes[0].what == "disk='FOLDER'"
 
 
 def test_a_window_that_is_too_large_is_left_to_auto():
