@@ -228,6 +228,7 @@ class Handle:
         held = [named for part in cut.kept for named in part.params if id(named[1]) in part.parts]
         host_params = [part.params for part in cut.streamed] + [plain_rest] * options.master_weights
         window = 1 if options.window == "auto" else options.window
+        self.device.slabs.expect(sum(param.nbytes for part in (*cut.streamed, *cut.kept) for _, param in part.params))
         self.store.choose(host_params, cut.travels_as, options.master_weights, window)
         for part in cut.streamed:
             unit = self._add_unit(Unit, part.name, part.params, part.wholes)

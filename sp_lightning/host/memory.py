@@ -47,6 +47,9 @@ class Slabs:
     def __init__(self) -> None:
         self._locks: list[weakref.finalize[..., Any]] = []
 
+    def expect(self, nbytes: int) -> None:
+        """Prepare for weights of so many bytes, with their gradients and state."""
+
     def plain(self, nbytes: int) -> Tensor:
         """Allocate an unlocked slab, whose pages are taken when they are first written."""
         return tensor_over(memory_of(self._mapping(nbytes)))
@@ -60,7 +63,7 @@ class Slabs:
         flat = tensor_over(memory)
         self._touch(flat)
         lock.lock(flat.data_ptr(), nbytes)
-        self._locks.append(weakref.finalize(memory, _unlock, lock, mapping, flat.data_ptr(), os.getpid()))
+        self._locks.append(weakref.finalize(memory, unlock, lock, mapping, flat.data_ptr(), os.getpid()))
         mapping.madvise(mmap.MADV_DONTFORK)
         return flat
 
@@ -123,7 +126,7 @@ def locked_by_torch(nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-def _unlock(lock: PageLock, mapping: mmap.mmap, address: int, process: int) -> None:
+def unlock(lock: PageLock, mapping: mmap.mmap, address: int, process: int) -> None:
     """Unlock a slab and give it to forked processes again; do nothing in a forked process."""
     if os.getpid() == process:
         lock.unlock(address)

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from ..host.device import IdleEvent
 from ..store.direct import blocks
-from ..store.spans import ElementSpan, SpanBatch, cut, elements_of
+from ..store.pipeline import ElementSpan, cut, elements_of
 from ..store.store import Store
 from ..stream.host_gradient import GradientBytes
 
@@ -73,19 +73,18 @@ class FiledRange:
         weight, rooms = self.item.weight, iter(self.rooms)
         for key, entry in made.items():
             if key in self.entries:
-                here = self.entries[key].here
-                if here is not entry and here is not None:
-                    here.copy_(entry)
+                if self.entries[key].here is not entry:
+                    self.entries[key].here.copy_(entry)
             elif isinstance(entry, Tensor) and entry.ndim:
                 if key not in self.new:
                     self.new[key] = store.take(torch.empty_like(weight.value, dtype=entry.dtype, device="meta"))
                 room = next((one for one in rooms if one.dtype is entry.dtype), None)
-                if room is None or room.here is None:
+                if room is None:
                     elements_of(self.new[key], self.start, self.stop).copy_(entry)
                 else:
                     room.tensor = self.new[key]
                     room.here.copy_(entry)
-        written = [span.tensor for span in (self.value, *self.entries.values()) if span.at >= 0]
+        written = [span.tensor for span in (self.value, *self.entries.values()) if span.memory is not None]
         increment_version([tensor for tensor in written if tensor is not None])
         if made and self.stop == weight.value.numel():
             self._keep_all(made, state.make(weight.host))
@@ -120,7 +119,7 @@ def ranged(item: Any, value: Any, wire: Any, raw: Any) -> Any:
     return item._replace(weight=weight, grad=content)
 
 
-class StepBatch(SpanBatch):
+class StepBatch(list[ElementSpan]):
     """The spans of ranges that are in memory together."""
 
     def __init__(self, parts: list[FiledRange]) -> None:

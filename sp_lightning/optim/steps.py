@@ -408,7 +408,7 @@ class Steps:
 
         for weight in whose:
             weight.edits += 1
-        future: Future[None] = unit.begin_step(lambda: self._start(unit, whose, run))
+        future: Future[None] = unit.begin_step(lambda: self._start(unit, whose, run, sliced.user))
         is_watched = True
         for _, grad, _ in work:
             if isinstance(grad, GradientBytes):
@@ -419,8 +419,10 @@ class Steps:
         if not is_watched or unit.is_exposed or sliced.makes_numbers(whose, state):
             self._awaited.append(unit)  # reads of arrays and of the user's gradients cannot wait
 
-    def _start(self, unit: Unit, whose: list[Weight], run: Callable[[], None]) -> Future[None]:
-        """Queue a unit's step on the thread, and return the future of its end."""
+    def _start(
+        self, unit: Unit, whose: list[Weight], run: Callable[[], None], optimizer: optim.Optimizer | None
+    ) -> Future[None]:
+        """Queue a unit's step on the thread, and return the future of its end. Ranks mark the optimizer if it fails."""
 
         def run_and_end() -> None:
             """Run the step, and count it as ended even if it raises."""

@@ -1,7 +1,7 @@
-"""Slabs that all ranks of a machine share: one copy of the model's bytes, which each maps twice.
+"""Host memory that all ranks of a machine share: one nameless file in memory (a memfd), which each process maps twice.
 
-- All slabs are ranges of one file without a name (a memfd), gone with the last process that maps it. Ranks allocate in
-  the same order, so a range has the same place on all of them. A range takes memory where it is written.
+- The file is gone with the last process that maps it. Ranks reserve ranges of it in the same order, so a range has the
+  same place on all of them. A range takes memory where it is written.
 - The *truth* is the shared mapping: the device copies from and to it, and steps write it. What the user's tensors are
   over is a private mapping of the same pages, the *face*: where this process wrote nothing it shows the truth, and
   what it writes there stays its own. So an edit that each rank makes is not made several times to the same bytes.
@@ -10,54 +10,26 @@
 
 from __future__ import annotations
 
-import errno
+import ctypes
 import mmap
 import os
 import socket
 import sys
-from bisect import bisect_right, insort
+import weakref
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..host.device import dense_strides
-from ..host.memory import PageLock, Slabs, memory_of, tensor_over, touch_pages
+from ..host.memory import PageLock, Slabs, memory_of, tensor_over, touch_pages, unlock
 
 SIZE = 1 << 46  # bytes of the file; ranges that were never written take no memory
-
-
-class Twin(NamedTuple):
-    """A slab with two mappings: the face, under the user's tensors, and the truth, which ranks share."""
-
-    address: int  # of the face
-    face: Tensor
-    truth: Tensor
-    mapping: mmap.mmap  # of the face
-    offset: int  # of the slab in the file
-
-    def has(self, address: int) -> bool:
-        """Whether an address is in the face."""
-        return 0 <= address - self.address < len(self.face)
-
-    def truth_of(self, tensor: Tensor) -> Tensor:
-        """Return the tensor over the shared truth at the place and in the form of one over the face."""
-        at = tensor.data_ptr() - self.address
-        part = self.truth.untyped_storage()[at : at + tensor.numel() * tensor.itemsize]
-        with torch.inference_mode(False):
-            return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(part, 0, tensor.shape, tensor.stride())
-
-    def drop_edits(self) -> None:
-        """Give up this process's own pages of the face, which then shows the truth again."""
-        self.mapping.madvise(mmap.MADV_DONTNEED)
-
-    def tensor(self, at: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Make a tensor over the face at a byte, in the shape and strides of another one, with a storage of its own."""
-        part = self.face.untyped_storage()[at : at + like.numel() * dtype.itemsize]
-        with torch.inference_mode(False):
-            return torch.empty(0, dtype=dtype, device="cpu").set_(part, 0, like.shape, like.stride())
+KINDS = 32  # kinds of optimizer state that a unit may have
+WIDEST = 2  # times the bytes of a weight: state of one kind
+REST = 1 << 36  # bytes for all but weights, gradients and state
+NO_RESERVE = 0x4000  # mmap.MAP_NORESERVE, which Python has from 3.13 on: count only pages that are written
 
 
 class SharedSlabs(Slabs):
@@ -66,58 +38,72 @@ class SharedSlabs(Slabs):
     are_hidden = True
 
     def __init__(self, descriptor: int, is_first: bool) -> None:
+        """Take over the file's descriptor, which is closed with the last reference to this object."""
         super().__init__()
-        allow_open_files()
+        weakref.finalize(self, os.close, descriptor)
         self._descriptor, self._is_first = descriptor, is_first
-        self._at = 0
-        self._twins: list[Twin] = []  # in the order of their addresses
+        self._mappings: list[mmap.mmap] = []  # of the truth and the face
+        self._end = self._size = 0  # the end of the ranges that were reserved, and of the mappings
+
+    def expect(self, nbytes: int) -> None:
+        """Map as much of the file as weights of so many bytes may need, with their gradients and state."""
+        self._size = (KINDS * WIDEST + 4) * nbytes + REST
+        try:
+            for flags in (mmap.MAP_SHARED, mmap.MAP_PRIVATE | NO_RESERVE):
+                self._mappings.append(mmap.mmap(self._descriptor, self._size, flags))
+        except OSError as error:
+            raise UnsupportedError(
+                f"this process may not map the memory that ranks share ({error.strerror}): allow it addresses without"
+                " limit (ulimit -v unlimited, vm.overcommit_memory=0)"
+            ) from error
+        for mapping in self._mappings:
+            mapping.madvise(mmap.MADV_DONTFORK)  # what a forked process reads there would change as these ranks step
+        self._truth, self._face = (tensor_over(memory_of(mapping)) for mapping in self._mappings)
 
     def reserve(self, nbytes: int) -> int:
         """Reserve a range of the file, which takes no memory yet, and return its offset. Same order on all ranks."""
-        at, self._at = self._at, self._at + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        return at
+        begin = self._end
+        self._end += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        assert self._end <= self._size
+        return begin
 
-    def at(self, offset: int, nbytes: int) -> Twin:
-        """Map a reserved range of the file, by its offset, as a face and its truth."""
-        return self._twin(tensor_over(memory_of(self._map_file(offset, nbytes, mmap.MAP_SHARED))), offset)
+    def face(self, offset: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Make a tensor over the face at an offset, in the shape of another one, with a storage of its own."""
+        return _over(self._face, offset, torch.empty_like(like, dtype=dtype, device="meta"))
+
+    def truth(self, tensor: Tensor) -> Tensor:
+        """Return the tensor over the shared truth at the place and in the form of one over the face."""
+        return _over(self._truth, tensor.data_ptr() - self._face.data_ptr(), tensor)
+
+    def face_of(self, truth: Tensor) -> Tensor:
+        """Return the tensor over the face at the place and in the form of one over the shared truth."""
+        return _over(self._face, truth.data_ptr() - self._truth.data_ptr(), truth)
+
+    def drop_edits(self, face: Tensor) -> None:
+        """Give up this process's own pages under a tensor, which then shows the truth again."""
+        if face.numel():
+            begin = face.data_ptr() - self._face.data_ptr()
+            before = begin % mmap.PAGESIZE
+            self._mappings[1].madvise(mmap.MADV_DONTNEED, begin - before, before + face.nbytes)
 
     def plain(self, nbytes: int) -> Tensor:
         """Allocate an unlocked slab that ranks share, and return its face. Same order on all ranks."""
-        at = self._at
-        return self._twin(super().plain(nbytes), at).face
+        return self.face(self.reserve(max(nbytes, 1)), torch.empty(nbytes, device="meta"), torch.uint8)
 
     def locked(self, nbytes: int, lock: PageLock | None) -> Tensor:
         """Allocate a page-locked slab that ranks share, and return its face; give the range back if that is refused."""
-        at = self._at
+        if lock is None:
+            raise RuntimeError("this kind of device locks no memory that processes share")
+        begin, face = self._end, self.plain(nbytes)
+        truth = self.truth(face)
         try:
-            if lock is None:
-                raise RuntimeError("this kind of device locks no memory that processes share")
-            return self._twin(super().locked(nbytes, lock), at).face
+            touch_pages(truth, Tensor.sum)  # reads only: other ranks may have written there
+            lock.lock(truth.data_ptr(), nbytes)
         except BaseException:
-            self._at = at
+            self._end = begin
             raise
-
-    def _twin(self, truth: Tensor, offset: int) -> Twin:
-        """Map the face of a slab, and register it with the truth."""
-        mapping = self._map_file(offset, len(truth), mmap.MAP_PRIVATE)
-        face = tensor_over(memory_of(mapping))
-        twin = Twin(face.data_ptr(), face, truth, mapping, offset)
-        insort(self._twins, twin, key=lambda twin: twin.address)
-        return twin
-
-    def renewed(self, twin: Twin) -> Twin:
-        """Map a new face of a slab; the old one keeps the bytes that it shows, for views that the user has of it."""
-        twin.face.copy_(twin.face.clone())  # pages of this process alone
-        self._twins.remove(twin)
-        return self._twin(twin.truth, twin.offset)
-
-    def twin_of(self, tensor: Tensor) -> Twin:
-        """Return the slab that has a tensor in its face."""
-        return self._twins[bisect_right(self._twins, tensor.data_ptr(), key=lambda twin: twin.address) - 1]
-
-    def truth(self, tensor: Tensor) -> Tensor:
-        """Return the tensor over the shared truth at the place and in the form of one over a face."""
-        return self.twin_of(tensor).truth_of(tensor)
+        self._locks.append(weakref.finalize(self, unlock, lock, self._mappings[0], truth.data_ptr(), os.getpid()))
+        return face
 
     def fill(self, tensor: Tensor, source: Tensor) -> None:
         """Copy a weight's initial values to the truth, on the first rank alone."""
@@ -126,67 +112,41 @@ class SharedSlabs(Slabs):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Copy a weight to shared memory in its own type, and return the tensor over the face."""
-        like = torch.empty_strided(tensor.shape, dense_strides(tensor), dtype=tensor.dtype, device="meta")
-        offset = self.reserve(tensor.nbytes)
-        kept = self.at(offset, max(tensor.nbytes, 1)).tensor(0, like, tensor.dtype)
+        kept = self.face(self.reserve(max(tensor.nbytes, 1)), tensor, tensor.dtype)
         self.fill(kept, tensor)
         return kept
 
     def unlock_all(self) -> None:
-        """Unlock all slabs, which remain as ordinary memory that forks get, and close the file's descriptor."""
+        """Unlock all slabs, which remain as ordinary memory that forks get."""
         super().unlock_all()
-        for twin in self._twins:
-            twin.mapping.madvise(mmap.MADV_DOFORK)
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _mapping(self, nbytes: int) -> mmap.mmap:
-        """Reserve a range of the file for a slab, and map its truth."""
-        return self._map_file(self.reserve(max(nbytes, 1)), nbytes, mmap.MAP_SHARED)
-
-    def _map_file(self, offset: int, nbytes: int, flags: int) -> mmap.mmap:
-        """Map a range of the file, which forked processes do not get."""
-        try:
-            mapping = mmap.mmap(self._descriptor, max(nbytes, 1), flags=flags, offset=offset)
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            raise UnsupportedError(
-                "this process may not have as many open files as there are ranges of memory that its ranks share:"
-                " raise the hard limit (ulimit -Hn)"
-            ) from error
-        mapping.madvise(mmap.MADV_DONTFORK)  # what a forked process reads there would change as these ranks step
-        return mapping
-
-    def _touch(self, flat: Tensor) -> None:
-        """Fault in all pages of a new slab, without writing to them."""
-        touch_pages(flat, Tensor.sum)  # reads only: other ranks may have written there
+        for mapping in self._mappings:
+            mapping.madvise(mmap.MADV_DOFORK)
 
 
-def counters(slabs: SharedSlabs, rows: int, columns: int) -> Tensor:
-    """Map a table of numbers that all ranks read and write, zero at first."""
-    return slabs.at(slabs.reserve(rows * columns * 8), rows * columns * 8).truth.view(torch.int64).view(rows, columns)
+def _over(flat: Tensor, offset: int, form: Tensor) -> Tensor:
+    """Make a tensor over flat memory at an offset, in the form of a dense one, with a storage of its own."""
+    part = flat.untyped_storage()[offset : offset + form.nbytes]
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=form.dtype, device="cpu").set_(part, 0, form.shape, form.stride())
 
 
 # ---- the file
 
 
+def table(descriptor: int, rows: int, columns: int) -> Any:
+    """Map a table of numbers that all ranks read and write, zero at first, at the end of the file."""
+    kind = ctypes.c_int64 * columns * rows
+    begin = SIZE - mmap.PAGESIZE * (ctypes.sizeof(kind) // mmap.PAGESIZE + 1)
+    return kind.from_buffer(mmap.mmap(descriptor, ctypes.sizeof(kind), mmap.MAP_SHARED, offset=begin))
+
+
 def check_possible() -> None:
     """Raise UnsupportedError where the system has no memfd by which processes could share memory."""
-    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+    if not hasattr(os, "memfd_create"):
         raise UnsupportedError(
             f"several devices share host memory by memfd, which {sys.platform} has not: use devices=1, or"
             " strategy='ddp'"
         )
-
-
-def allow_open_files() -> None:
-    """Raise this process's limit of open files as far as it may be: before Python 3.13 each mapping has one."""
-    import resource  # which Windows has not
-
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def made_file() -> int:

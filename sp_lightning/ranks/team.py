@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -23,11 +24,10 @@ from torch.distributed.constants import default_pg_timeout
 from ..compat.dynamo import never_compiled
 from ..errors import UnsupportedError
 from ..host.device import Device
-from ..store.spans import elements_of
+from ..store.pipeline import elements_of
 from ..stream.unit import Unit
-from .board import Board
-from .shared_slabs import SharedSlabs, check_possible, counters, made_file, opened_file, this_machine
-from .watch import KEEPALIVE, Watch
+from .shared_slabs import SharedSlabs, check_possible, made_file, opened_file, table, this_machine
+from .watch import KEEPALIVE, Board, Watch
 
 UNITS = 1 << 16  # numbers on the board for each rank
 VECTOR = 64  # elements: kernels round a whole vector in another way than the rest
@@ -41,24 +41,23 @@ class Team:
     ) -> None:
         check_possible()
         self._group, self.rank, self.size = group, group.rank(), group.size()
+        file = made_file()
         # Agents of torchrun are machines, wherever they run.
-        machines = self._gathered_objects((this_machine(), os.environ.get("GROUP_RANK")))
+        machine = this_machine(), os.environ.get("GROUP_RANK")
+        machines, processes, files = zip(*self._gathered_objects((machine, os.getpid(), file)), strict=True)
         own = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
         self.local, self.local_rank = len(own), own.index(self.rank)
-        self._check_alike(machines)
+        self._check_alike(list(machines))
+        if self.local_rank:
+            os.close(file)
+            file = opened_file(processes[own[0]], files[own[0]])
+        self.slabs = SharedSlabs(file, not self.local_rank)
         self._local_group = self._subgroup(own)
         across = list(range(self.local_rank, self.size, self.local))
         self._across = self._subgroup(across) if len(across) > 1 else None  # over machines
-        descriptor = made_file() if not self.local_rank else -1
-        opened = self._gathered_objects((os.getpid(), descriptor))
-        process, number = opened[own[0]]
-        if self.local_rank:
-            descriptor = opened_file(process, number)
-        self.slabs = SharedSlabs(descriptor, not self.local_rank)
-        processes = [opened[rank][0] if rank in own else None for rank in range(self.size)]
-        self._watch = Watch(group, processes, timeout, keepalive)
+        self._watch = Watch(group, timeout, keepalive)
         self._is_on_host = True  # whether collectives of gradients block the host
-        self.board = Board(counters(self.slabs, self.local, UNITS), self.local_rank, self._watch)
+        self.board = Board(table(file, self.local, UNITS), self.local_rank, self._watch)
         self.has_failed = False  # whether this rank ends by an error
         self.exchanges = True  # whether backwards exchange gradients
         self._are_buffers_due = False
@@ -82,9 +81,8 @@ class Team:
         """Make a process group of some ranks, this one among them. Collective for those."""
         if len(ranks) == self.size:
             return self._group
-        all_of_group = dist.get_process_group_ranks(self._group)
-        group: Any = dist.new_group([all_of_group[rank] for rank in ranks], use_local_synchronization=True)
-        return group  # type: ignore[no-any-return]
+        ranks = [dist.get_global_rank(self._group, rank) for rank in ranks]
+        return dist.new_group(ranks, use_local_synchronization=True)  # type: ignore[return-value]
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """Return the elements of a dense tensor that this rank steps; the last ranks may get fewer, or none."""
@@ -123,12 +121,11 @@ class Team:
         with self._watch.waiting("the model"):
             all_of_ranks = self._gathered_objects(weights)
         for rank, others in enumerate(all_of_ranks):
-            if others != weights:
-                pairs = zip([*weights, "none"], [*others, "none"], strict=False)
-                own, other = next(pair for pair in pairs if pair[0] != pair[1])
-                raise UnsupportedError(
-                    f"the ranks' models differ: rank {self.rank} has {own}, rank {rank} {other}. {advice}"
-                )
+            for own, other in itertools.zip_longest(weights, others, fillvalue="none"):
+                if own != other:
+                    raise UnsupportedError(
+                        f"the ranks' models differ: rank {self.rank} has {own}, rank {rank} {other}. {advice}"
+                    )
 
     def check_new(self, name: str) -> None:
         """Raise for a weight that came after streaming began: each rank has one of its own."""

@@ -145,12 +145,3 @@ class DirectFile:
             self.filesystem or "an unknown filesystem",
             why,
         )
-
-
-class FileRange(NamedTuple):
-    """A range of a file, and the place of its bytes in memory."""
-
-    file: DirectFile
-    offset: int
-    nbytes: int
-    at: int

@@ -1,7 +1,9 @@
 """The pipeline between files and memory: page-locked buffers, a thread that reads and a thread that writes.
 
+- A window is a list of ranges of tensors that are worked on together, those of the scratch file in a buffer.
+
 - Each thread does what it was given in its order. The buffers of a window go from the reader to the work, and from
-  there to the writer. What the writer brings from the device has buffers of its own: it waits for no other thread.
+  there to the writer. What the writer brings from the device has a buffer of its own: it waits for no other thread.
 - A buffer is filled again once the device, the work or the writer has read it, also after an error.
 - No forked process gets the buffers: the kernel might give a child the page into which a read is under way, and the
   parent a copy without what is read.
@@ -16,6 +18,7 @@ import queue
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,17 +26,14 @@ from torch import Tensor
 
 from ..host.device import Arrival, Counters, Device
 from ..host.staging import StagedCopy
-from .direct import BLOCK, DirectFile, FileRange, blocks
+from .direct import BLOCK, DirectFile, blocks
 from .scratch import ScratchFile
-from .spans import SpanBatch
 
 MOST = 64 << 20  # bytes of a buffer: reads so long that other threads of Python do not delay the next one
 LEAST = 16 << 20  # bytes of a buffer under a small budget
 SMALLEST = 1 << 17  # bytes of a buffer where all units are smaller
 COUNT = 5  # buffers that are read into: one works, one is written, the others are read ahead
-DOWN = 2  # buffers that the writer fills from the device: one is filled while the other is written
-BUFFERS = COUNT + DOWN
-GAP = 1 << 20  # bytes between two ranges of a file: reading these costs less than a second read
+BUFFERS = COUNT + 1  # the last one is filled from the device, and written
 
 
 def buffer_nbytes(budget: int, largest: int) -> int:
@@ -48,35 +48,46 @@ class Buffer(NamedTuple):
     memory: memoryview
 
 
-W = TypeVar("W", bound=SpanBatch)
+class FileRange(NamedTuple):
+    """A range of a file, and the place of its bytes in a unit's memory on the device."""
+
+    file: DirectFile
+    offset: int
+    nbytes: int
+    at: int
 
 
-class Piece:
-    """One read of a file, and the ranges whose bytes it has."""
+@dataclass
+class ElementSpan:
+    """A range of a tensor's elements in the order of memory."""
 
-    def __init__(self, file: DirectFile, begin: int) -> None:
-        self.file, self.begin, self.end = file, begin, begin
-        self.parts: list[tuple[int, int, int]] = []  # first byte in the piece, bytes, and place in memory
+    tensor: Tensor | None  # None: room for a tensor that the work makes, and assigns here to have it written
+    dtype: torch.dtype
+    start: int
+    stop: int
+    is_written: bool = True
+    here: Any = None  # the elements as a tensor in memory, while the window is worked on
+    memory: memoryview | None = None  # the elements in a buffer; None: the tensor is in memory
 
     @property
     def nbytes(self) -> int:
-        return self.end - self.begin
+        return (self.stop - self.start) * self.dtype.itemsize
 
 
-def pieces_of(ranges: Iterable[FileRange], most: int) -> list[Piece]:
-    """Join ranges of files that lie side by side, and cut them into reads of at most ``most`` bytes."""
-    pieces: list[Piece] = []
-    for file, offset, nbytes, at in sorted(ranges, key=lambda one: (one.file.path, one.offset)):
-        while nbytes:
-            last = pieces[-1] if pieces and pieces[-1].file is file else None
-            if last is None or not 0 <= offset - last.end <= GAP or offset - last.begin >= most:
-                last = Piece(file, offset // BLOCK * BLOCK)
-                pieces.append(last)
-            taken = min(nbytes, last.begin + most - offset)
-            last.parts.append((offset - last.begin, taken, at))
-            last.end = offset + taken
-            offset, at, nbytes = offset + taken, at + taken, nbytes - taken
-    return pieces
+W = TypeVar("W", bound=list[ElementSpan])
+
+
+def elements_of(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Return a range of a tensor's elements, in the order of memory, over the same bytes."""
+    return tensor.as_strided((stop - start,), (1,), tensor.storage_offset() + start)
+
+
+def cut(count: int, types: Sequence[torch.dtype], room: int) -> Iterator[tuple[int, int]]:
+    """Cut elements into ranges that start at whole blocks and fit ``room`` bytes in tensors of all these types."""
+    each, step = sum(dtype.itemsize for dtype in types), BLOCK // min(dtype.itemsize for dtype in types)
+    size = max((room - len(types) * BLOCK) // each // step, 1) * step
+    for start in range(0, count, size):
+        yield start, min(start + size, count)
 
 
 class FileFill(StagedCopy):
@@ -112,19 +123,14 @@ class Pipeline:
         self._free: queue.SimpleQueue[tuple[Buffer, Any]] = queue.SimpleQueue()  # each with the event of its last use
         for _ in range(COUNT):
             self._free.put((self._allocate(), None))
-        self._down = [self._allocate() for _ in range(DOWN)]
-        self._reader = ThreadPoolExecutor(1, "superpipeline-read", self._begin_thread, (self._stream,))
-        self._writer = ThreadPoolExecutor(1, "superpipeline-write", self._begin_thread, (self._down_stream,))
+        self._down = self._allocate()
+        self._reader = ThreadPoolExecutor(1, "superpipeline-read")
+        self._writer = ThreadPoolExecutor(1, "superpipeline-write")
 
     def _allocate(self) -> Buffer:
         """Allocate a buffer that begins at a multiple of BLOCK."""
         flat = self._device.buffer(self.nbytes, BLOCK)
         return Buffer(flat, memoryview((ctypes.c_uint8 * self.nbytes).from_address(flat.data_ptr())).cast("B"))
-
-    def _begin_thread(self, stream: Any) -> None:
-        """Make a stream the current one of the calling thread."""
-        if not self._device.is_host:
-            torch.accelerator.set_stream(stream)
 
     def close(self) -> None:
         """Wait for all reads and writes that were submitted, and end the threads."""
@@ -133,33 +139,26 @@ class Pipeline:
 
     # ---- up
 
-    def send_up(
-        self, flat: Tensor, pieces: Sequence[Piece], files: Sequence[DirectFile], others: Sequence[Arrival], name: str
-    ) -> FileFill:
+    def send_up(self, flat: Tensor, ranges: Sequence[FileRange], others: Sequence[Arrival], name: str) -> FileFill:
         """Start to read files into a unit's memory on the device, behind what the up stream has queued; return the end.
 
         Args:
             flat: The unit's memory on the device.
-            pieces: The reads.
-            files: All files that are read, which are checked after the last read.
+            ranges: The ranges of files, which are checked after the last read.
             others: Copies of the unit's other bytes, which have ended, too, at the end that is returned.
             name: The unit's name, for the recorder.
         """
         fill, begin = FileFill(self._counters), self._device.up.record_event()
-        self._counters.nbytes["up"] += sum(nbytes for piece in pieces for _, nbytes, _ in piece.parts)
-        timed = [self._counters.record("disk in", name, "weights", piece.nbytes) for piece in pieces]
+        self._counters.nbytes["up"] += sum(one.nbytes for one in ranges)
 
         def work() -> None:
-            """Read each piece into a buffer, and copy it to the device. Runs on the reader's thread."""
+            """Read the ranges, and copy them to the device. Runs on the reader's thread."""
             try:
-                self._stream.wait_event(begin)
-                for piece, recorded in zip(pieces, timed, strict=True):
-                    with torch.no_grad(), self._lend_buffer() as buffer:
-                        with recorded:
-                            piece.file.read(buffer.memory, piece.begin, piece.nbytes)
-                        for first, nbytes, at in piece.parts:
-                            flat[at : at + nbytes].copy_(buffer.flat[first : first + nbytes], non_blocking=True)
-                for file in files:
+                with torch.no_grad(), self._stream:
+                    self._stream.wait_event(begin)
+                    for one in ranges:
+                        self._send_range_up(flat, one, name)
+                for file in {one.file for one in ranges}:
                     file.check()
                 for other in others:
                     other.wait(self._stream)
@@ -174,6 +173,18 @@ class Pipeline:
 
         self._reader.submit(work)
         return fill
+
+    def _send_range_up(self, flat: Tensor, whole: FileRange, name: str) -> None:
+        """Read a range of a file into one buffer after the other, and copy each to the device."""
+        file, offset, nbytes, at = whole
+        while nbytes:
+            before = offset % BLOCK  # bytes: reads begin with a block
+            taken = min(nbytes, self.nbytes - before)
+            with self._lend_buffer() as buffer:
+                with self._counters.record("disk in", name, "weights", taken):
+                    file.read(buffer.memory, offset - before, before + taken)
+                flat[at : at + taken].copy_(buffer.flat[before : before + taken], non_blocking=True)
+            offset, at, nbytes = offset + taken, at + taken, nbytes - taken
 
     @contextlib.contextmanager
     def _lend_buffer(self) -> Iterator[Buffer]:
@@ -200,27 +211,15 @@ class Pipeline:
         self._counters.nbytes["disk out"] += there.nbytes
 
         def work() -> None:
-            """Copy device memory to a buffer while another is written. Runs on the writer's thread."""
-            under_way: collections.deque[tuple[int, Any, int, int]] = collections.deque()
-
-            def write() -> None:
-                """Write the buffer that was filled first to the file."""
-                number, arrived, first, nbytes = under_way.popleft()
-                arrived.synchronize()
-                file.write(self._down[number].memory, offset + first, blocks(nbytes))
-
+            """Copy device memory to the buffer, piece by piece, and write each. Runs on the writer's thread."""
             try:
-                self._down_stream.wait_event(begin)
-                with torch.no_grad(), recorded:
-                    for number, first in enumerate(range(0, len(there), self.nbytes)):
-                        if len(under_way) == DOWN:
-                            write()
+                with torch.no_grad(), self._down_stream, recorded:
+                    self._down_stream.wait_event(begin)
+                    for first in range(0, len(there), self.nbytes):
                         part = there[first : first + self.nbytes]
-                        self._down[number % DOWN].flat[: len(part)].copy_(part, non_blocking=True)
-                        under_way.append((number % DOWN, self._down_stream.record_event(), first, len(part)))
-                    copied.queued.set_result(self._down_stream.record_event())
-                    while under_way:
-                        write()
+                        self._down.flat[: len(part)].copy_(part)
+                        file.write(self._down.memory, offset + first, blocks(len(part)))
+                copied.queued.set_result(self._down_stream.record_event())
                 copied.done.set_result(None)
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):  # of the device; every later wait for the device raises it
@@ -235,30 +234,27 @@ class Pipeline:
     # ---- windows
 
     def windows(self, file: ScratchFile, todo: Iterable[W]) -> Generator[W, None, None]:
-        """Yield each window with its spans read from the file; write it back when the next one is asked for.
+        """Yield each window with its elements in memory; write it back when the next one is asked for.
 
         Windows after it are read meanwhile. All are written at the end. The caller closes this generator, also after an
         error of its own: then all buffers are free, and no transfer is under way.
         """
         ahead: collections.deque[tuple[W, Future[Buffer]]] = collections.deque()
-        writes: collections.deque[Future[None]] = collections.deque()
+        writes: list[Future[None]] = []
         following = iter(todo)
         try:
             while True:
                 while len(ahead) < COUNT - 1 and (window := next(following, None)) is not None:
-                    window.place(file)
-                    ahead.append((window, self._reader.submit(self._read_window, window.ranges(file, False))))
+                    ahead.append((window, self._reader.submit(self._read_window, file, window)))
                 if not ahead:
                     break
                 window, read = ahead[0]
-                window.show(read.result().flat)
+                buffer = read.result()
                 yield window
                 ahead.popleft()
-                writes.append(self._writer.submit(self._write_window, read.result(), window.ranges(file, True)))
-                while writes and writes[0].done():
-                    writes.popleft().result()
-            while writes:
-                writes.popleft().result()
+                writes.append(self._writer.submit(self._write_window, file, window, buffer))
+            for write in writes:
+                write.result()
         except BaseException:
             futures.wait(writes)
             for _, read in ahead:
@@ -266,23 +262,33 @@ class Pipeline:
                     self._free.put((read.result(), None))
             raise
 
-    def _read_window(self, ranges: list[FileRange]) -> Buffer:
-        """Read ranges of a file into a buffer, and return the buffer. Runs on the reader's thread."""
-        buffer = self._take_buffer()
+    def _read_window(self, file: ScratchFile, window: list[ElementSpan]) -> Buffer:
+        """Read the window's elements in the file into a buffer, and return the buffer. Runs on the reader's thread."""
+        buffer, end = self._take_buffer(), 0
         try:
-            for file, offset, nbytes, at in ranges:
-                with self._counters.record("disk in", "", "state", nbytes):
-                    file.read(buffer.memory[at:], offset, nbytes)
+            for span in window:
+                offset = None if span.tensor is None else file.offset_of(span.tensor)
+                if span.tensor is not None and offset is None:
+                    span.here = elements_of(span.tensor, span.start, span.stop)
+                    continue
+                span.here = buffer.flat[end : end + span.nbytes].view(span.dtype)
+                span.memory = buffer.memory[end:]
+                end += blocks(span.nbytes)
+                if offset is not None:
+                    with self._counters.record("disk in", "", "state", span.nbytes):
+                        file.read(span.memory, offset + span.start * span.dtype.itemsize, span.nbytes)
         except BaseException:
             self._free.put((buffer, None))
             raise
         return buffer
 
-    def _write_window(self, buffer: Buffer, ranges: list[FileRange]) -> None:
-        """Write a buffer to ranges of a file, and free the buffer. Runs on the writer's thread."""
+    def _write_window(self, file: ScratchFile, window: list[ElementSpan], buffer: Buffer) -> None:
+        """Write a window's elements from a buffer to the file, and free the buffer. Runs on the writer's thread."""
         try:
-            for file, offset, nbytes, at in ranges:
-                with self._counters.record("disk out", "", "state", nbytes):
-                    file.write(buffer.memory[at:], offset, blocks(nbytes))
+            for span in window:
+                offset = None if span.tensor is None else file.offset_of(span.tensor)
+                if offset is not None and span.memory is not None and span.is_written:
+                    with self._counters.record("disk out", "", "state", span.nbytes):
+                        file.write(span.memory, offset + span.start * span.dtype.itemsize, blocks(span.nbytes))
         finally:
             self._free.put((buffer, None))

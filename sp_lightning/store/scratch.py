@@ -8,12 +8,11 @@
   another tensor once nothing refers to its storage. The file lives as long as any of its tensors.
 - A forked process has neither the mapping nor the descriptors: what it wrote would be the parent's weights. A read of
   a tensor there is an error.
-- Refused are files in memory, on a network filesystem, and on one that copies on write and cannot be told not to.
+- Refused are files in memory, and on a network filesystem.
 """
 
 from __future__ import annotations
 
-import array
 import collections
 import ctypes
 import errno
@@ -31,11 +30,10 @@ from ..compat.torch import forbid_access, storage_id
 from ..errors import DiskError, OptionError
 from ..host.device import dense_strides
 from ..host.memory import keep_from_forks
-from ..options import format_both, format_bytes
+from ..options import format_both
 from .direct import BLOCK, IN_MEMORY, DirectFile, Mount, blocks, mount_of
 
-COPIES_ON_WRITE = ("btrfs", "zfs", "bcachefs", "nilfs2")
-GET_FLAGS, SET_FLAGS, NO_COPY = 0x80086601, 0x40086602, 0x00800000  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
+LARGEST = 8 << 40  # bytes of the file: some filesystems have none much larger
 ALLOWED = "a folder on a local disk of this machine"
 FORKED = "this tensor lies in the scratch file, which a forked process does not have: start the process by 'spawn'"
 
@@ -47,7 +45,7 @@ def scratch_in(folder: str, nbytes: int) -> ScratchFile:
     file = files.get(folder)
     if file is None:
         file = files[folder] = ScratchFile(folder)
-    file.allocate(nbytes)
+    file.allocate(nbytes - sum(size * len(free) for size, free in file._free.items()))
     return file
 
 
@@ -60,43 +58,32 @@ class ScratchFile(DirectFile):
         """Create and map the file; raise OptionError where its folder cannot hold it."""
         mount = check_folder(folder)
         self.folder = folder
-        super().__init__(f"the scratch file in {folder}", _open_nameless(folder, mount), mount.kind)
+        super().__init__(f"the scratch file in {folder}", _open_nameless(folder), mount.kind)
         self._end = self._allocated = 0  # bytes that tensors have taken, and bytes that the disk has allocated
         self._free: dict[int, list[int]] = collections.defaultdict(list)  # offsets of ranges, by their bytes
         self._storages: dict[int, int] = {}  # ids of the storages of live tensors, by their offsets
         self._taking = threading.RLock()  # backward, the steps thread, and streams with the same folder take ranges
         status = os.fstatvfs(self.fd)
-        nbytes = status.f_bavail * status.f_frsize // BLOCK * BLOCK
+        nbytes = min(status.f_bavail * status.f_frsize // BLOCK * BLOCK, LARGEST)
         try:
-            self._reserve(nbytes)
+            os.ftruncate(self.fd, nbytes)  # which takes nothing of the disk
             with torch.inference_mode(False):
                 whole: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{self.fd}", True, nbytes)
                 self._flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole)
             keep_from_forks(self._flat)
-            self._allocate(BLOCK)
+            self.allocate(BLOCK)
             self.open_directly(os.O_RDWR, self._both_ways_are_equal)
         except BaseException:
             self.close()
             raise
 
-    def _reserve(self, nbytes: int) -> None:
-        """Give the file its size, which takes nothing of the disk; raise OptionError if files may not be so large."""
-        try:
-            os.ftruncate(self.fd, nbytes)
-        except OSError as error:
-            allowed = f"a folder with files of {format_bytes(nbytes)}, which are free there ({error.strerror})"
-            raise OptionError(argument="disk", found=self.folder, allowed=allowed) from error
-
     def allocate(self, nbytes: int) -> None:
-        """Allocate disk space for nbytes of further tensors; raise DiskError if the disk is full."""
-        unused = self._allocated - self._end + sum(size * len(free) for size, free in self._free.items())
-        if nbytes > unused:
-            self._allocate(self._allocated + nbytes - unused)
-
-    def _allocate(self, end: int) -> None:
-        """Allocate disk space up to this end of the file; raise DiskError if the disk is full."""
+        """Allocate disk space for nbytes behind the ranges that were taken; raise DiskError if the disk is full."""
         status = os.fstatvfs(self.fd)
-        there, needed = status.f_bavail * status.f_frsize, end - self._allocated
+        there, needed = status.f_bavail * status.f_frsize, self._end + nbytes - self._allocated
+        if needed <= 0:
+            return
+        end = self._allocated + needed
         try:
             if needed > there or end > len(self._flat):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -202,22 +189,9 @@ def no_local_disk(mount: Mount) -> str:
     return "a network filesystem, or one that is not known to be local" if mount.is_remote else ""
 
 
-def _open_nameless(folder: str, mount: Mount) -> int:
-    """Open a nameless file that the filesystem writes in place; return its descriptor."""
+def _open_nameless(folder: str) -> int:
+    """Open a nameless file; return its descriptor."""
     try:
-        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED} ({error.strerror})") from error
-    if mount.kind in COPIES_ON_WRITE:
-        import fcntl  # not on Windows
-
-        flags = array.array("l", [0])
-        try:
-            fcntl.ioctl(fd, GET_FLAGS, flags)
-            flags[0] |= NO_COPY
-            fcntl.ioctl(fd, SET_FLAGS, flags)
-        except OSError as error:
-            os.close(fd)
-            allowed = f"{ALLOWED}; this one is on {mount.kind}, which copies what is written"
-            raise OptionError(argument="disk", found=folder, allowed=allowed) from error
-    return fd

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
 import mmap
 import os
@@ -47,7 +48,7 @@ def find(tensors: Iterable[Tensor]) -> dict[int, Found]:
     there = mappings()
     begins = [mapping.begin for mapping in there]
     found: dict[int, Found] = {}
-    is_local: dict[tuple[str, str], bool] = {}
+    is_local = functools.cache(_is_local)  # says once what is not
     for tensor in tensors:
         data = tensor.data
         if data.is_meta or data.layout is not torch.strided or not data.nbytes or data.stride() != dense_strides(data):
@@ -57,9 +58,7 @@ def find(tensors: Iterable[Tensor]) -> dict[int, Found]:
         is_inside = mapping.begin <= address and address + data.nbytes <= mapping.end
         if data.is_conj() or data.is_neg() or not is_inside:
             continue
-        if mapping.file not in is_local:
-            is_local[mapping.file] = _is_local(mapping.path)
-        if is_local[mapping.file] and not written([(address, data.nbytes)]):
+        if is_local(mapping.path) and not written([(address, data.nbytes)]):
             found[id(tensor)] = Found(mapping, mapping.offset + address - mapping.begin)
     return found
 

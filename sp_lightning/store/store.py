@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,14 @@ from ..host.device import Arrival, Device
 from ..host.machine import headroom, host_memory
 from ..host.memory import SMALL_THRESHOLD, USUAL_THRESHOLD, map_blocks_from
 from ..options import format_bytes
-from .direct import BLOCK, DirectFile, FileRange, blocks
-from .pipeline import BUFFERS, FileFill, Pipeline, buffer_nbytes, pieces_of
+from .direct import BLOCK, DirectFile, blocks
+from .pipeline import BUFFERS, ElementSpan, FileFill, FileRange, Pipeline, W, buffer_nbytes, cut
 from .placement import Placement, UnitBytes, choose, may_move
 from .scratch import ScratchFile, check_folder, scratch_in
 from .sources import Found, SourceFile, find, written
-from .spans import ElementSpan, SpanBatch, cut
 
 log = logging.getLogger(__name__)
 
-W = TypeVar("W", bound=SpanBatch)
 BESIDE = 4  # times the largest unit: a unit that arrives, gradients of a unit, and two packs of gradients
 
 TENSORS = 5  # of a weight, at most: itself, two numbers of state, and its gradient as it came and as it is read
@@ -44,7 +42,6 @@ class FiledWeights:
 
     def __init__(self, name: str, weights: Sequence[Any], pipeline: Pipeline, device: Device) -> None:
         self._name, self._weights, self._pipeline, self._device = name, weights, pipeline, device
-        self._files = list(dict.fromkeys(weight.place.file for weight in weights))
         self._stamp: Any = None  # of the weights when their reads were planned
         self._written: Sequence[Any] = ()  # weights whose bytes are in memory: the mapping was written to
         self._last: FileFill | None = None
@@ -70,17 +67,18 @@ class FiledWeights:
             here = weight.value.as_strided((weight.value.numel(),), (1,)).view(torch.uint8)
             there = flat[weight.at : weight.at + weight.nbytes]
             copies.append(self._device.send_up(there, here, self._name, "weights"))
-        self._last = self._pipeline.send_up(flat, self._pieces, self._files, copies, self._name)
+        self._last = self._pipeline.send_up(flat, self._ranges, copies, self._name)
         return self._last
 
     def _plan_reads(self) -> None:
         """Plan the reads of weights, but for those whose mapping was written to: these are copied from memory."""
         found = written([(weight.value.data_ptr(), weight.nbytes) for weight in self._weights])
         self._written = [self._weights[number] for number in found]
-        ranges = [
-            FileRange(weight.place.file, weight.place.offset, weight.nbytes, weight.at) for weight in self._weights
+        self._ranges = [
+            FileRange(weight.place.file, weight.place.offset, weight.nbytes, weight.at)
+            for number, weight in enumerate(self._weights)
+            if number not in found
         ]
-        self._pieces = pieces_of((one for n, one in enumerate(ranges) if n not in found), self._pipeline.nbytes)
 
 
 def is_in_source(weight: Any) -> bool:
@@ -90,11 +88,11 @@ def is_in_source(weight: Any) -> bool:
 
 
 def is_same(one: Tensor, other: Any) -> bool:
-    """Whether another tensor has the same type, shape and bits."""
-    if not isinstance(other, Tensor) or (one.dtype, one.shape) != (other.dtype, other.shape):
+    """Whether another tensor has the same type, shape and bits, in host memory."""
+    if not isinstance(other, Tensor) or (one.dtype, one.shape, "cpu") != (other.dtype, other.shape, other.device.type):
         return False
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.itemsize)
-    return bits is not None and other.device.type == "cpu" and torch.equal(one.view(bits), other.detach().view(bits))
+    here, there = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(here, there)
 
 
 def _free_nbytes(units: Sequence[Sequence[tuple[str, nn.Parameter]]]) -> int:
@@ -247,7 +245,7 @@ class Store:
         types = [tensor.dtype for tensor in tensors]
         assert self._pipeline is not None
         ranges = cut(target.numel(), types, self._pipeline.nbytes)
-        windows = (SpanBatch(ElementSpan(one, one.dtype, *ends, one is target) for one in tensors) for ends in ranges)
+        windows = ([ElementSpan(one, one.dtype, *ends, one is target) for one in tensors] for ends in ranges)
         with contextlib.closing(self.fetch(windows)) as fetched:
             for window in fetched:
                 work(*[span.here for span in window])

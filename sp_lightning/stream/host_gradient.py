@@ -113,6 +113,10 @@ class GradientBytes:
         self.wait()
         return self.true_on_host()
 
+    def release(self) -> Tensor:
+        """Wait until no sum and no step uses the gradient, and return the true gradient for after the stream."""
+        return self.wait_true()
+
     def true_on_host(self) -> Tensor:
         """Return the true gradient in host memory, in the weight's type and times its factors. Blocks for its copy.
 
@@ -120,7 +124,7 @@ class GradientBytes:
         """
         self.arrived.synchronize()
         if self.raw is not self.full:
-            if self.weight.unit.spill is None:
+            if not self.full.untyped_storage().nbytes():
                 self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
             self._each(Tensor.copy_, self.full, self.raw)
             self.raw = self.full
@@ -175,7 +179,8 @@ class GradientBytes:
         else:
             self.arrived.synchronize()
             total, first = self.full, self.flat()
-            total.untyped_storage().resize_(total.numel() * total.itemsize)
+            if not total.untyped_storage().nbytes():
+                total.untyped_storage().resize_(total.numel() * total.itemsize)
         other = came.raw.to(total.device)
         if self.weight.unit.spill is not None or other.numel() != total.numel():
             self._each(Tensor.add_, total, other)

@@ -289,7 +289,7 @@ def _make_plain(weight: Weight) -> None:
     weight.end_of_graph = weight.fixed = None
     with without_dispatch():
         if isinstance(grad := grad_of(weight.host), HostGradient):
-            set_grad(weight.host, grad.content.wait_true())
+            set_grad(weight.host, grad.content.release())
     plain: Any = getattr(weight.host, "plain_class", nn.Parameter)
     weight.host.__class__ = plain
     del weights[id(weight.host)]

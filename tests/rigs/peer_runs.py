@@ -413,7 +413,8 @@ def end(how: str, folder: str) -> None:
     except ValueError:
         pass
     assert not [name for name in os.listdir("/dev/shm") if "superpipeline" in name]
-    assert not [one for one in threading.enumerate() if one.name in ("superpipeline-board", "superpipeline-watch")]
+    ours = "superpipeline-board", "superpipeline-ends", "superpipeline-watch"
+    assert not [one for one in threading.enumerate() if one.name.startswith(ours)]
 
 
 def fail_in_step(place: str) -> list[str]:

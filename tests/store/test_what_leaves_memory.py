@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from sp_lightning.host.device import Device
+from sp_lightning.store.pipeline import ElementSpan, Pipeline, cut
 from sp_lightning.store.placement import UnitBytes, choose
 from sp_lightning.store.scratch import scratch_in
-from sp_lightning.store.spans import ElementSpan, SpanBatch, cut
-from sp_lightning.store.store import Pipeline
 
 LORA = [UnitBytes(frozen=100, state=4, weights=2, gradients=2, fixed=1)] * 4  # 436 bytes
 WHOLE = [UnitBytes(state=80, weights=40, gradients=20, fixed=20)] * 4  # 640 bytes
@@ -58,7 +57,7 @@ def test_what_the_mapping_and_the_pipeline_write_is_the_same():
             other[at:] = value
             continue
         ends = draw.choice(list(cut(len(tensor), [tensor.dtype], 1 << 14)))
-        for window in through.windows(file, [SpanBatch([ElementSpan(tensor, tensor.dtype, *ends)])]):
+        for window in through.windows(file, [[ElementSpan(tensor, tensor.dtype, *ends)]]):
             here = window[0].here
             assert torch.equal(here, other[slice(*ends)])
             here.mul_(value)
@@ -76,3 +75,11 @@ def test_a_range_is_free_again_only_when_its_tensor_is_gone():
     assert second.data_ptr() != address
     del view
     assert file.take(torch.empty(2000)).data_ptr() == address
+
+
+def test_a_range_has_disk_space_whatever_other_sizes_are_free():
+    file = scratch_in(os.getcwd(), 0)
+    large = file.take(torch.empty(1 << 16))
+    del large
+    small = file.take(torch.empty(2000))
+    assert file.offset_of(small) + small.nbytes <= file._end <= file._allocated
