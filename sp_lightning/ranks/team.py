@@ -55,7 +55,8 @@ class Team:
         self._local_group = self._subgroup(own)
         across = list(range(self.local_rank, self.size, self.local))
         self._across = self._subgroup(across) if len(across) > 1 else None  # over machines
-        self._watch = Watch(group, timeout, keepalive)
+        others = {rank: processes[rank] for rank in own if rank != self.rank}
+        self._watch = Watch(group, others, timeout, keepalive)
         self._is_on_host = True  # whether collectives of gradients block the host
         self.board = Board(table(file, self.local, UNITS), self.local_rank, self._watch)
         self.has_failed = False  # whether this rank ends by an error

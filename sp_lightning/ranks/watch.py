@@ -1,8 +1,8 @@
 """Where ranks wait for each other, and for which rank.
 
 - The watch: each rank says on torch's store where it is, and reads the others' signs once it has waited. A rank that
-  raised is named with its error, and one that gives no sign, as a killed one, after a while. A write to the store in
-  `PULSE` seconds is all that this costs.
+  raised is named with its error, one whose process has ended as soon as the others wait, and one that gives no sign
+  after a while. A write to the store in `PULSE` seconds is all that this costs.
 - The board has numbers that each rank of a machine raises and the others read: for how many weights of a unit a stage
   is over. A wait for a stage ends when every rank's number is as high as this rank's own. So ranks may come to the
   units in different orders, and at different times.
@@ -15,6 +15,8 @@ import contextlib
 import enum
 import itertools
 import json
+import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,8 +40,10 @@ _numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)  #
 class Watch:
     """Tells other ranks where this rank is, and finds out which rank this one waits for."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta, keepalive: timedelta) -> None:
-        """Start to watch the ranks of a group."""
+    def __init__(
+        self, group: dist.ProcessGroup, processes: dict[int, int], timeout: timedelta, keepalive: timedelta
+    ) -> None:
+        """Start to watch the ranks of a group; ``processes``: the process ids of other ranks on this machine."""
         self._rank, self._size, self._group = group.rank(), group.size(), group
         self._timeout, self._keepalive = timeout.total_seconds(), keepalive.total_seconds()
         name = group.group_name
@@ -48,6 +52,7 @@ class Watch:
         self._waits: dict[Any, tuple[str, float]] = {}  # where threads and the device's streams wait, and since when
         self._place, self._beat, self._failed = "the start", 0, ""
         self._signs = {rank: ("", time.monotonic()) for rank in range(self._size) if rank != self._rank}
+        self._ends = {os.pidfd_open(process): rank for rank, process in processes.items()}
         self._end = threading.Event()
         self._post()
         self._thread = threading.Thread(target=self._run, daemon=True, name="superpipeline-watch")
@@ -112,6 +117,8 @@ class Watch:
         """End the watch, and tell the other ranks, which raise if they wait for this one. Safe twice."""
         self._end.set()
         self._thread.join()
+        while self._ends:
+            os.close(self._ends.popitem()[0])
         self._say_failed(ENDED)
 
     # ---- signs
@@ -147,6 +154,7 @@ class Watch:
     def _look(self, place: str, since: float) -> PeerError | None:
         """Return an error that names the rank this one waits for in vain; None if all give signs and no time is up."""
         here, now = f"rank {self._rank} waits at {place}", time.monotonic()
+        ended = {self._ends[descriptor] for descriptor in select.select(list(self._ends), [], [], 0)[0]}
         for other, (sign, seen) in self._signs.items():
             text = self._store.get(f"at/{other}").decode() if self._store.check([f"at/{other}"]) else ""
             if text != sign:
@@ -154,6 +162,8 @@ class Watch:
             _, at, failed = json.loads(text or '[0, "no place yet", ""]')
             if failed:
                 return PeerError(f"{here}, but rank {other} is gone since {at}: {failed}")
+            if other in ended:
+                return PeerError(f"{here}, but the process of rank {other} has ended; it was last at {at}")
             if (silent := now - max(seen, since)) > self._keepalive:
                 return PeerError(f"{here}, but rank {other} has given no sign for {silent:.0f} s; it was last at {at}")
             if now - since > self._timeout:

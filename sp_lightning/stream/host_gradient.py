@@ -282,7 +282,7 @@ class HostGradient(Lazy, Tensor):
     def after(self, func: Any, result: Any) -> None:
         """Note that the user may have a view of the bytes, if the result shares them or autograd saved them."""
         if not self.content.is_exposed:
-            others = [tensor for tensor in found_in(result, Tensor) if tensor is not self]
+            others = [tensor for tensor in found_in([result], Tensor) if tensor is not self]
             self.content.is_exposed = func in EXPOSING or any(
                 tensor.requires_grad or shares_bytes(tensor, self.content.full) for tensor in others
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Lazy:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        lazy = [] if func in METADATA or compiles_own_step() else list(found_in((args, kwargs), Lazy))
+        lazy = [] if func in METADATA or compiles_own_step() else found_in((args, kwargs), Lazy)
         for tensor in lazy:
             tensor.before()
         with without_dispatch():
@@ -97,27 +97,37 @@ def shares_bytes(tensor: Tensor, value: Tensor) -> bool:
     return storage_id(tensor.untyped_storage()) == storage_id(value.untyped_storage())
 
 
-def found_in(value: Any, kind: Any) -> Iterator[Any]:
-    """Yield the objects of a class in a value, and in lists, tuples and dicts inside of it, in their order."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from found_in(item, kind)
-    elif isinstance(value, dict):
-        yield from found_in(list(value.values()), kind)
+def found_in(values: Iterable[Any], kind: Any) -> list[Any]:
+    """List the objects of a class among values, and in lists, tuples and dicts among them, in their order."""
+    found = []
+    for value in values:
+        if isinstance(value, kind):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += found_in(value, kind)
+        elif isinstance(value, dict):
+            found += found_in(value.values(), kind)
+    return found
 
 
 def replaced(value: Any, kind: Any, replace: Callable[[Any], Any]) -> Any:
     """Replace the objects of a class in a value, and in lists, tuples and dicts inside of it."""
-    if isinstance(value, kind):
-        return replace(value)
-    if isinstance(value, (list, tuple)):
-        items = [replaced(item, kind, replace) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    return substituted([value], kind, map(replace, found_in([value], kind)))[0]
+
+
+def substituted(value: Any, kind: Any, given: Iterator[Any]) -> Any:
+    """Put the given objects in the places of those of a class in a list, tuple or dict, in the order of `found_in`."""
     if isinstance(value, dict):
-        return {key: replaced(item, kind, replace) for key, item in value.items()}
-    return value
+        return dict(zip(value, substituted(list(value.values()), kind, given), strict=True))
+    items = [
+        next(given)
+        if isinstance(item, kind)
+        else substituted(item, kind, given)
+        if isinstance(item, (list, tuple, dict))
+        else item
+        for item in value
+    ]
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -25,7 +25,7 @@ from ..compat.dynamo import compilation, graph_break
 from ..compat.torch import at_end_of_backward, graph_task, storage_id, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
-from .lazy import METADATA, Lazy, data_of, found_in, replaced, set_data, version_of
+from .lazy import METADATA, Lazy, data_of, found_in, replaced, set_data, substituted, version_of
 
 Slot: TypeAlias = tuple[dict[str, Any], str]  # where a module registers a parameter: `_parameters`, and its name
 
@@ -209,8 +209,9 @@ class Absent(Leaf):
         with without_dispatch():
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
-            if any(issubclass(kind, Lazy) and not issubclass(kind, LeafView) for kind in types):
-                return NotImplemented  # parameters and gradients decide where the function runs
+            for kind in types:
+                if issubclass(kind, Lazy) and not issubclass(kind, LeafView):
+                    return NotImplemented  # parameters and gradients decide where the function runs
             if func in DIFFERENTIATING:
                 args, kwargs = replaced((args, kwargs or {}), Tensor, edge_of)
                 return func(*args, **kwargs)
@@ -376,6 +377,9 @@ class LeafView(Lazy, Tensor):
         set_data(self, data)
 
 
+LEAVES = (Leaf, LeafView)
+
+
 def note_views(weight: Weight, result: Any, given: Tensor) -> None:
     """Make results `LeafView`s that share bytes with the tensor that a function got for a weight.
 
@@ -393,24 +397,26 @@ def note_views(weight: Weight, result: Any, given: Tensor) -> None:
 
 def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that gets leaves and views, with their units on the device, and keep its writes to weights."""
-    found = list(found_in((args, kwargs), (Leaf, LeafView)))
-    units = dict.fromkeys(one.weight.unit for one in found if one.needs_visit)
-    written: dict[int, tuple[Any, Tensor, int]] = {}  # what the function may write for each, with versions of before
-
-    def give(one: Any) -> Tensor:
-        """Return the tensor that the function gets for a leaf or view, and note its version if it may be written."""
-        if id(one) in written:  # it is among the arguments twice
-            return written[id(one)][1]
-        if one.weight.is_stepped_early and one.weight.unit.is_past_step:
-            raise stepped_already(one.weight.name)
-        made: Tensor = one.given_to(func)
-        if func not in CASTING:
-            written[id(one)] = one, made, version_of(made)
-        return made
-
-    with using(list(units)) if units else NO_CONTEXT:
-        args, kwargs = replaced((args, kwargs), (Leaf, LeafView), give)
-        result = func(*args, **kwargs)
+    found = found_in([*args, *kwargs.values()], LEAVES)
+    units = []
+    for one in found:
+        if one.needs_visit and one.weight.unit not in units:
+            units.append(one.weight.unit)
+    given: list[Tensor] = []  # what the function gets for each
+    written: dict[int, tuple[Any, Tensor, int]] = {}  # what it may write for each, with versions of before
+    with using(units) if units else NO_CONTEXT:
+        for one in found:
+            if id(one) in written:  # it is among the arguments twice
+                given.append(written[id(one)][1])
+                continue
+            if one.weight.is_stepped_early and one.weight.unit.is_past_step:
+                raise stepped_already(one.weight.name)
+            given.append(one.given_to(func))
+            if func not in CASTING:
+                written[id(one)] = one, given[-1], version_of(given[-1])
+        places = iter(given)
+        args = substituted(args, LEAVES, places)
+        result = func(*args, **(substituted(kwargs, LEAVES, places) if kwargs else {}))
         for one, made, version in written.values():
             if version_of(made) != version:
                 one.weight.keep_written(made)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import operator
 import random
 import types
 from collections import deque
@@ -48,7 +49,7 @@ def copied(value: Any, kind: type, replace: Callable[[Any], Any], memo: dict[int
         return value
     if isinstance(value, tuple):
         items = [copied(item, kind, replace, memo) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        if all(map(operator.is_, items, value)):
             return value
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     if not isinstance(value, (list, deque, dict, *FLAT)) and not hasattr(value, "__dict__"):

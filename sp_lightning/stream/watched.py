@@ -232,12 +232,12 @@ def is_in_own_call(tensor: Any) -> bool:
 
 def streamed_in(value: Any) -> list[Weight]:
     """List the streamed weights whose bytes tensors in a value have."""
-    return [weight for tensor in found_in(value, Watched) if (weight := tensor.weight_of()) is not None]
+    return [weight for tensor in found_in([value], Watched) if (weight := tensor.weight_of()) is not None]
 
 
 def is_inside_step(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a function gets weights on the device and not on the host: the rule is at the top of this file."""
-    tensors = list(found_in((args, kwargs), Tensor))
+    tensors = found_in((args, kwargs), Tensor)
     watched: list[Any] = [each for each in tensors if isinstance(each, Watched)]
     if func not in MAKING and torch.is_grad_enabled() and any(each.requires_grad for each in watched):
         return True

@@ -16,7 +16,7 @@ from sp_lightning.ranks import shared_slabs
 ENDS = {
     "raises": (3, r"rank 0 waits at .*, but rank 1 is gone since .*: ValueError: a bad batch"),
     "has fewer batches": (3, r"rank 0 waits at .*, but rank 1 is gone since .*: its run has ended"),
-    "is killed": (6, r"rank 0 waits at .*, but rank 1 has given no sign for \d s; it was last at .*"),
+    "is killed": (5, r"rank 0 waits at .*, but the process of rank 1 has ended; it was last at .*"),
     "is stopped": (6, r"rank 0 waits at .*, but rank 1 has given no sign for \d s; it was last at .*"),
 }
 
