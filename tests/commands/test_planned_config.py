@@ -95,11 +95,6 @@ def test_devices_chosen_by_number_are_counted(chosen, count, caplog):
     assert ("is planned as 1" in caplog.text) == (count is None)
 
 
-def test_a_device_that_a_config_names_need_not_be_here():
-    given = ["--trainer.strategy", "sp_lightning.SuperpipelineStrategy", "--trainer.strategy.device", "cuda:1"]
-    assert find(*given)["devices"] == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
