@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from ..compat.lightning import should_log, steps_taken
 from ..errors import OptionError, UnsupportedError
@@ -33,9 +34,9 @@ class SuperpipelineCallback(Callback):
     ``log_metrics=True``, a logger. Recording costs host time for each unit and step
     (``python benchmarks/telemetry.py``) and no synchronisation.
 
-    With ``log_metrics=True`` **loggers** get these values, each with the prefix ``superpipeline/``, at the Trainer's
-    ``log_every_n_steps``. They are means over the steps since the last logged one; the latest of them is two steps old,
-    because reading never waits for the device.
+    With ``log_metrics=True`` **loggers** get these values, each with the prefix ``superpipeline/``. They are means over
+    the steps since the last logged one; the latest of them is two steps old, because reading never waits for the
+    device.
 
     ==================== ===========================================================================================
     ``bytes_up``, ``bytes_down``
@@ -54,6 +55,8 @@ class SuperpipelineCallback(Callback):
     ``device_peak_bytes``, ``host_peak_bytes``
                          the most memory in use so far
     ``resident_share``   share of the weights that is on the device
+    ``samples_per_s``, ``tokens_per_s``
+                         tokens only if a batch has ``input_ids``, or begins with a two-dimensional integer tensor
     ==================== ===========================================================================================
 
     The **progress bar** (tqdm or rich) shows the device's peak memory and the share of a step that waits. When training
@@ -62,6 +65,7 @@ class SuperpipelineCallback(Callback):
     each measured. Timelines of other ranks are in folders of their own (``rank1``, ...).
 
     Args:
+        log_every_n_steps: How often loggers get values; None uses the Trainer's own interval.
         timeline: A directory for ``trace.json`` (for https://ui.perfetto.dev) and its picture ``timeline.png``.
         timeline_steps: The training batches of this fit in the timeline, from 0. A shorter run shows its last ones.
         plan: The plan of this run (`sp_lightning.plan`): its step and memory stand beside the measured ones.
@@ -71,15 +75,19 @@ class SuperpipelineCallback(Callback):
 
     def __init__(
         self,
+        log_every_n_steps: int | None = None,
         timeline: str | os.PathLike[str] | None = None,
         timeline_steps: Sequence[int] = TIMELINE_STEPS,
         progress: bool = True,
         plan: Planned | None = None,
         log_metrics: bool = False,
     ) -> None:
+        if log_every_n_steps is not None and not (is_int(log_every_n_steps) and log_every_n_steps >= 1):
+            raise OptionError(argument="log_every_n_steps", found=log_every_n_steps, allowed="None or an int >= 1")
         steps = list(timeline_steps) if isinstance(timeline_steps, Iterable) else []
         if not steps or not all(is_int(step) and step >= 0 for step in steps):
             raise OptionError(argument="timeline_steps", found=timeline_steps, allowed="one or more ints >= 0")
+        self.log_every_n_steps = log_every_n_steps
         self.timeline = None if timeline is None else Path(timeline)
         self.timeline_steps = frozenset(steps)
         if plan is not None and not isinstance(plan, Planned):
@@ -119,7 +127,7 @@ class SuperpipelineCallback(Callback):
         if handle.units and strategy.broadcast(wanted):  # all ranks record if the first one does
             drawn = self.timeline_steps if self.timeline is not None else ()
             also = {*drawn, *(step - 1 for step in drawn)}  # a deferred step may run on into the next
-            every = trainer.log_every_n_steps // KEPT  # type: ignore[attr-defined]
+            every = (self.log_every_n_steps or trainer.log_every_n_steps) // KEPT  # type: ignore[attr-defined]
             self._report = RunReport(handle, self.plan, max(1, every), also)
         if bar is not None and self._report is not None:
             bar.get_metrics = _BarMetrics(bar, self._report)
@@ -133,12 +141,14 @@ class SuperpipelineCallback(Callback):
         if self._report is None:
             return
         self._keep(self._report.update(), pl_module)
-        if not (self._loggers(trainer) and should_log(trainer)):
+        step, every = steps_taken(trainer), self.log_every_n_steps
+        is_due = should_log(trainer) if every is None else (step + 1) % every == 0
+        if not (is_due and self._loggers(trainer) and (figures := self._report.figures())):
             return
-        values = {f"superpipeline/{name}": value for name, value in self._report.figures().items()}
-        for logger in trainer.loggers if values else ():
+        figures |= per_second(batch, figures["step_ms"] / 1e3)
+        for logger in trainer.loggers:
             # Not through self.log(), which would add to what the user monitors, prints and saves.
-            logger.log_metrics(values, step=steps_taken(trainer))
+            logger.log_metrics({f"superpipeline/{name}": value for name, value in figures.items()}, step=step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the report, with the figures of all ranks, and write the timeline."""
@@ -227,6 +237,20 @@ class _BarMetrics:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._bar, "get_metrics")
+
+
+def per_second(batch: Any, step_s: float) -> dict[str, float]:
+    """Return samples per second and, if a batch shows its tokens, tokens per second."""
+    tensors: list[torch.Tensor] = []
+    apply_to_collection(batch, torch.Tensor, tensors.append)
+    if not tensors or not tensors[0].dim():
+        return {}
+    named = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    ids = named if isinstance(named, torch.Tensor) else tensors[0]
+    found = {"samples_per_s": len(tensors[0]) / step_s}
+    if ids.dim() == 2 and ids.dtype in (torch.int32, torch.int64):
+        found["tokens_per_s"] = ids.numel() / step_s
+    return found
 
 
 def _streams(trainer: Trainer) -> bool:

@@ -16,6 +16,7 @@ import models
 import parity
 import sp_lightning
 from sp_lightning.host.device import aligned
+from sp_lightning.lightning import callback
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 CASE = models.case("mlp")
@@ -92,9 +93,11 @@ def moved(logger):
     return {step: metrics for step, metrics in logger.lines if any("superpipeline" in name for name in metrics)}
 
 
-def test_it_reports_what_a_step_moved_in_the_trainers_rhythm():
-    logger = Kept()
-    trainer = fit([LOGGING()], logger=logger, batches=6, log_every_n_steps=2, max_epochs=2, limit_val_batches=0)
+@pytest.mark.parametrize("own", [None, 2])
+def test_it_reports_what_a_step_moved_in_the_trainers_rhythm_or_its_own(own):
+    logger, logging = Kept(), sp_lightning.SuperpipelineCallback(log_every_n_steps=own, log_metrics=True)
+    every = 2 if own is None else 5
+    trainer = fit([logging], logger=logger, batches=6, log_every_n_steps=every, max_epochs=2, limit_val_batches=0)
     lines = moved(logger)
     assert sorted(lines) == [3, 5, 7, 9, 11]  # what steps took is known two steps later
     units = [unit for unit in trainer.strategy.handle.units if not unit.is_held]
@@ -106,7 +109,7 @@ def test_it_reports_what_a_step_moved_in_the_trainers_rhythm():
 
 FIGURES = """bytes_up bytes_down step_ms floor_ms floor_share compute_ms stall_weights_ms stall_gradients_ms
 stall_activations_ms stall_optimizer_ms outside_ms up_gb_per_s down_gb_per_s device_peak_bytes
-host_peak_bytes resident_share"""
+host_peak_bytes resident_share samples_per_s"""
 
 
 @pytest.mark.parametrize("accelerator", often(["simgpu", "cpu"]))
@@ -118,6 +121,7 @@ def test_it_logs_what_steps_took_and_waited_for(accelerator):
     assert list(figures) == FIGURES.split()
     parts = [value for name, value in figures.items() if name.startswith(("compute_", "stall_", "outside_"))]
     assert sum(parts) == pytest.approx(figures["step_ms"])
+    assert figures["samples_per_s"] == pytest.approx(models.BATCH / figures["step_ms"] * 1e3)
     assert 0 < figures["resident_share"] <= 1
 
 
@@ -139,13 +143,30 @@ def test_it_logs_what_a_disk_did_if_the_run_has_one(tmp_path):
 
 
 def test_every_name_it_logs_is_documented():
-    for name in (*FIGURES.split(), *OF_A_DISK):
+    for name in (*FIGURES.split(), *OF_A_DISK, "tokens_per_s"):
         assert f"``{name}``" in sp_lightning.SuperpipelineCallback.__doc__
+
+
+@pytest.mark.parametrize(
+    ("batch", "figures"),
+    [
+        (torch.zeros(4, 8), {"samples_per_s": 8.0}),
+        ([torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4)], {"samples_per_s": 8.0, "tokens_per_s": 64.0}),
+        ({"x": torch.zeros(2, 3), "input_ids": torch.zeros(2, 5, dtype=torch.int64)}, {"tokens_per_s": 20.0}),
+        ({"input_ids": [[1, 2], [3]], "x": torch.zeros(2, 3)}, {"samples_per_s": 4.0}),
+        ({"input_ids": None, "x": torch.zeros(2, 3)}, {"samples_per_s": 4.0}),
+        ("no tensor", {}),
+    ],
+)
+def test_a_batch_shows_its_samples_and_tokens(batch, figures):
+    found = callback.per_second(batch, step_s=0.5)
+    assert figures.items() <= found.items() and len(found) == (2 if "tokens_per_s" in figures else len(figures))
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ({"log_every_n_steps": 0}, "log_every_n_steps must be None or an int >= 1, got 0"),
         ({"timeline_steps": 5}, "timeline_steps must be one or more ints >= 0, got 5"),
         ({"timeline_steps": ["5"]}, "timeline_steps must be one or more ints >= 0, got \\['5'\\]"),
         ({"timeline_steps": ()}, "timeline_steps must be one or more ints >= 0"),
