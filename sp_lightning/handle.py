@@ -76,14 +76,17 @@ class Handle:
         self.module, self.options = module, options
         self.team = team or Alone()
         self.device = Device(device, options.host_memory, self.team.slabs)
-        check_not_streamed(module.named_parameters())
-        self._cut = cut = Cut(module, options, self.device, wire)
-        self.team.check_alike(
-            [f"the shard {whole.name} ({whole.shard_name()})" for whole in cut.shards],
-            "Ranks whose gradients are exchanged have the same shards: pass the group of the mesh's data axis, or"
-            " tensor_parallel_size= to a strategy",
-        )
-        materialize(module)
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.team.close)
+            check_not_streamed(module.named_parameters())
+            self._cut = cut = Cut(module, options, self.device, wire)
+            self.team.check_alike(
+                [f"the shard {whole.name} ({whole.shard_name()})" for whole in cut.shards],
+                "Ranks whose gradients are exchanged have the same shards: pass the group of the mesh's data axis, or"
+                " tensor_parallel_size= to a strategy",
+            )
+            materialize(module)
+            failed.pop_all()
         self.units: list[Unit] = []
         self.store = Store(options.host_budget, options.disk, self.device)
         makes_trips = options.optimizer_device == "device" and not self.device.is_host
