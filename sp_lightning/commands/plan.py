@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import logging
+import sys
 from typing import Any
 
 from ..errors import OptionError
@@ -60,11 +61,11 @@ def main(args: argparse.Namespace) -> int:
     gc.freeze()  # garbage collection of all imported objects would take a fifth of a plan's time
     run = given(args, [*OF_RUN, "clip", *(name for name in OPTIONS if name not in OF_MACHINE)])
     run = _of_config(args, run) if args.config else _of_model(**run)
-    from ..observe.progress import working
     from ..plan import plan
 
-    with working("planning"):
-        found = plan(**{**run, **given(args, OF_MACHINE)})
+    if sys.stderr.isatty():
+        print("planning, which may take a minute ...", file=sys.stderr)
+    found = plan(**{**run, **given(args, OF_MACHINE)})
     print(json.dumps(found.to_dict(), indent=2, default=str) if args.json else found)
     return 0 if found.fits else 1
 

@@ -20,9 +20,8 @@ from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dt
 from ..compat.torch import tree_leaves
 from ..errors import OptionError, SuperpipelineError, UnsupportedError, users_line
 from ..host.device import aligned
-from ..stream.leaf import casts_of
 from ..stream.partition import FoundUnit, UnitSpec, partition
-from ..stream.preparation import choose_residents, sizes, slots
+from ..stream.preparation import casts_of, choose_residents, sizes, slots
 from ..stream.recompute import tensors_in
 from .fakes import FakeTensors
 from .trace import Trace, Visit

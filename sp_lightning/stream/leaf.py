@@ -31,7 +31,6 @@ Slot: TypeAlias = tuple[dict[str, Any], str]  # where a module registers a param
 
 DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward}  # functions that ask for gradients of leaves
 CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d}  # functions in which autocast casts weights; they write to none
-CAST_IN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that use their weights in `CASTING` alone
 FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)  # in evaluation one kernel gets all weights inside
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
@@ -434,20 +433,3 @@ def using(units: Sequence[Any]) -> Iterator[None]:
         for window in dict.fromkeys(unit.window for unit in units):
             stack.enter_context(window.using([unit for unit in units if unit.window is window]))
         yield
-
-
-def casts_of(module: nn.Module, dtype: torch.dtype | None, device: str = "cuda") -> set[int]:
-    """Return the ids of parameters that autocast to ``dtype`` casts wherever their modules use them.
-
-    Fused kernels get uncast weights, except on CUDA, where torch does not use these kernels under autocast.
-    """
-    casts: set[int] = set()
-    others: set[int] = set()
-    for owner in module.modules() if dtype is not None else ():
-        if isinstance(owner, FUSED) and device != "cuda":
-            others.update(map(id, owner.parameters()))
-        for name, param in owner._parameters.items():
-            if param is not None:
-                is_cast = type(owner) in CAST_IN and name in ("weight", "bias") and param.dtype == torch.float32
-                (casts if is_cast else others).add(id(param))
-    return casts - others

@@ -20,11 +20,12 @@ from ..host.device import Device, DeviceMemoryError, aligned
 from ..host.room import UnitNumbers, first_window
 from ..options import Bytes, Options, format_bytes
 from . import parameters
-from .leaf import Slot, Weight, casts_of
+from .leaf import FUSED, Slot, Weight
 from .partition import FoundUnit, partition
 from .shards import Sharded, ShardWeight, bring_to_host, check_supported
 from .wholes import Part
 
+CAST_IN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that use their weights where autocast casts them
 COPIES = 4  # of a weight that trains: itself, its gradient, and state as AdamW has it
 
 
@@ -271,3 +272,20 @@ def check_values(module: nn.Module) -> None:
                 "load_state_dict(..., assign=True), since without assign=True nothing is loaded into it, or make the "
                 "model outside of init_empty_weights(), without low_cpu_mem_usage=True"
             )
+
+
+def casts_of(module: nn.Module, dtype: torch.dtype | None, device: str = "cuda") -> set[int]:
+    """Return the ids of parameters that autocast to ``dtype`` casts wherever their modules use them.
+
+    Fused kernels get uncast weights, except on CUDA, where torch does not use these kernels under autocast.
+    """
+    casts: set[int] = set()
+    others: set[int] = set()
+    for owner in module.modules() if dtype is not None else ():
+        if isinstance(owner, FUSED) and device != "cuda":
+            others.update(map(id, owner.parameters()))
+        for name, param in owner._parameters.items():
+            if param is not None:
+                is_cast = type(owner) in CAST_IN and name in ("weight", "bias") and param.dtype == torch.float32
+                (casts if is_cast else others).add(id(param))
+    return casts - others
