@@ -1,9 +1,7 @@
 """Optimizer steps of streamed weights: on a thread, beside the next forward and, if declared, beside backward.
 
 - A step of a unit is pending from its submission until something needs its results: a load, a read of a weight, its
-  gradient or its state.
-- Resident weights are stepped on the device, by the calling thread, as in a plain run; the others on the host, or by
-  trips to the device (places.py).
+  gradient or its state (unit_steps.py).
 - The optimizer's own code gets a shadow of the optimizer, which has the parameters that are not streamed.
 - A step beside backward takes gradients as they come. The user's own call of `step` finds those weights stepped;
   until it comes, the step is half applied: it is neither saved nor followed by another backward.
@@ -14,10 +12,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -35,32 +30,25 @@ from ..stream.leaf import Weight, weights
 from ..stream.parameters import unit_of
 from ..stream.unit import Unit
 from .compiled import say_torch_steps
-from .filed import FiledSteps
 from .half_applied import EarlySteps, Outcome, check_step, note_loaded, refuse_later_steps
-from .places import ByTrips, OnDevice, OnHost, Place
-from .slices import COUNTS, SlicedOptimizer, StepWork, counts_on_device, names_by_weight, shadow_of, steps_by_weight
+from .slices import COUNTS, SlicedOptimizer, counts_on_device, names_by_weight, shadow_of, steps_by_weight
 from .state import WaitingState
+from .unit_steps import UnitSteps
 
 
-class Steps:
-    """The optimizers of a stream, and the thread that steps them."""
+class Steps(UnitSteps):
+    """The optimizers of a stream, and which units each of their steps steps, and when."""
 
     def __init__(self, chunk: int, overlap: bool, device: Device, store: Store, makes_trips: bool = False) -> None:
-        self._overlap, self._device, self._makes_trips = overlap, device.torch_device, makes_trips
-        self._residents = OnDevice(chunk, device)
-        self._place: Place = ByTrips(chunk, device) if makes_trips else OnHost(chunk)  # where other weights are stepped
-        self._filed = FiledSteps(store)
-        self._counters = device.counters
+        super().__init__(chunk, device, store, makes_trips)
+        self._overlap = overlap
         self._units: dict[Unit, None] = {}
-        # The thread rounds as the device does, which keeps denormals.
-        self.thread = ThreadPoolExecutor(1, "superpipeline-steps", torch.set_flush_denormal, (False,))
         self._adopted: weakref.WeakKeyDictionary[optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()  # and hooks
         self.early: optim.Optimizer | None = None  # the optimizer that steps beside this backward
         # Groups of its weights, and its options, as the first step beside backward finds them.
         self._early_groups: dict[int, int] = {}
         self._early_sliced: Any = None
         self._early_steps = EarlySteps()
-        self._awaited: list[Unit] = []  # units whose steps the user's call of step waits for
         self.has_stepped = True  # whether a step of the user's came since the handle looked
         self.chose_residents = False  # whether the user asked for resident units
         # Whether the user's call of step came in the code of a step; an optimizer may step another.
@@ -73,15 +61,6 @@ class Steps:
     def add_unit(self, unit: Unit) -> None:
         """Add a unit whose weights are stepped from here on."""
         self._units[unit] = None
-
-    def locked_state(self) -> list[Tensor]:
-        """List the tensors of optimizers' state that are in page-locked memory."""
-        made = self._place.made if isinstance(self._place, ByTrips) else []
-        return [state for reference in made if (state := reference()) is not None]
-
-    def wait_thread(self) -> None:
-        """Wait until the thread has run all steps and sums of gradients given to it; raise none of their errors."""
-        self.thread.submit(lambda: None).result()
 
     @property
     def pending(self) -> str | None:
@@ -363,132 +342,6 @@ class Steps:
         """Hook before `optimizer.state_dict`: wait for steps, and raise if one is half applied."""
         _wait_steps(optimizer)
         self.check_applied()
-
-    # ---- the work
-
-    def _noted_work(self, whose: list[Weight], groups: dict[int, int]) -> list[StepWork]:
-        """List each weight with its gradient and the index of its optimizer group."""
-        found = []
-        for weight in whose:
-            grad = grad_of(weight.host)
-            found.append(StepWork(weight, grad.content if isinstance(grad, HostGradient) else grad, groups[id(weight)]))
-        return found
-
-    @staticmethod
-    def _wait_added(work: list[StepWork]) -> list[GradientBytes]:
-        """Wait until the thread has summed gradients, raising an error of a sum; return those that streaming made."""
-        noted = [item.grad for item in work if isinstance(item.grad, GradientBytes)]
-        for grad in noted:
-            grad.wait_added()
-        return noted
-
-    def _submit(
-        self,
-        unit: Unit,
-        whose: list[Weight],
-        sliced: SlicedOptimizer,
-        groups: dict[int, int],
-        state: Any,
-        outcome: Outcome,
-    ) -> None:
-        """Start a unit's step, which is skipped if an error has ended the step of an earlier unit."""
-        work = self._noted_work(whose, groups)
-        before = unit.steps.last  # another optimizer's step
-
-        def step() -> None:
-            """Step the unit after another optimizer's step of it, and after the sums of its gradients."""
-            if before is not None:
-                before.result()  # raises the error of a step that nothing has waited for
-            self._wait_added(work)
-            self._step(unit, work, sliced, state)
-
-        def run() -> None:
-            """Run the unit's step on the thread."""
-            self._run(unit, whose, sliced, outcome, step)
-
-        for weight in whose:
-            weight.edits += 1
-        future: Future[None] = unit.begin_step(lambda: self._start(unit, whose, run, sliced.user))
-        is_watched = True
-        for _, grad, _ in work:
-            if isinstance(grad, GradientBytes):
-                grad.step = future
-                is_watched = is_watched and not grad.is_exposed
-            else:
-                is_watched = False
-        if not is_watched or unit.is_exposed or sliced.makes_numbers(whose, state):
-            self._awaited.append(unit)  # reads of arrays and of the user's gradients cannot wait
-
-    def _start(
-        self, unit: Unit, whose: list[Weight], run: Callable[[], None], optimizer: optim.Optimizer | None
-    ) -> Future[None]:
-        """Queue a unit's step on the thread, and return the future of its end. Ranks mark the optimizer if it fails."""
-
-        def run_and_end() -> None:
-            """Run the step, and count it as ended even if it raises."""
-            try:
-                run()
-            finally:
-                unit.steps.end()
-
-        return self.thread.submit(run_and_end)
-
-    def _step(self, unit: Unit, work: list[StepWork], sliced: SlicedOptimizer, state: Any) -> None:
-        """Step a unit's weights, part by part if some of their bytes are in files. Runs on the thread."""
-        if self._filed.is_in_memory:
-            sliced.step(work, state, self._place)
-            return
-        with contextlib.closing(self._filed.parts(work, state, sliced)) as parts:
-            for part, own in parts:
-                sliced.step(part, own, self._place)
-
-    def _run(
-        self, unit: Unit, whose: list[Weight], sliced: SlicedOptimizer, outcome: Outcome, step: Callable[[], None]
-    ) -> None:
-        """Run a unit's ``step`` and note its error; skip it if an earlier unit's step failed. Runs on the thread."""
-        if outcome.error is not None:
-            return
-        before = [weight.value._version for weight in whose]
-        with torch.no_grad(), without_dispatch(), self._counters.record("optimizer", unit.name, "step"):
-            try:
-                unit.wait_copy()
-                step()
-                outcome.has_changed = True
-            except BaseException as error:
-                has_moved = before != [weight.value._version for weight in whose]
-                outcome.has_changed = outcome.has_changed or sliced.has_written or has_moved
-                outcome.failed(sliced.user, unit.name, error)
-                raise
-
-    def _step_on_device(
-        self,
-        unit: Unit,
-        whose: list[Weight],
-        sliced: SlicedOptimizer,
-        groups: dict[int, int],
-        state: Any,
-        outcome: Outcome,
-    ) -> None:
-        """Step a resident unit's weights on the caller's stream, and note that the host's bytes are older."""
-        work = self._noted_work(whose, groups)
-        noted = self._wait_added(work)
-        unit.show()
-        before = [weight.there._version for weight in whose]
-        is_done = False
-        try:
-            with torch.no_grad():
-                sliced.step(work, state, self._residents)
-            is_done = True
-            read = unit.device.current_stream().record_event()
-            for grad in noted:
-                grad.arrived = read  # a streamed weight's gradient, assigned to a resident one, is on its way up
-            if len(noted) < len(work):
-                read.synchronize()  # writes to gradients that the user made cannot wait
-        finally:
-            if is_done or before != [weight.there._version for weight in whose]:
-                for weight in whose:
-                    unit.keep_write(weight)
-                outcome.has_changed = True
 
 
 def _wait_steps(optimizer: optim.Optimizer) -> None:

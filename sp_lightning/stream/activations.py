@@ -260,17 +260,11 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """The saved-tensor hooks under which a unit runs: weights become references, the rest follows the policy."""
 
     unpack_hook = staticmethod(UNPACK)
+    outer: Any = None  # hooks of other code, which get all tensors but weights
 
-    def __init__(self, policy: Activations, outer: Any = None, trip: Trip | None = None) -> None:
+    def __init__(self, policy: Activations, trip: Trip | None = None) -> None:
         self._policy, self._trip = policy, trip
-        self.outer = outer  # hooks of other code, which get all tensors but weights
-        self._handed: list[Source] = []
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        for source in self._handed:
-            source.release()
-        self._handed.clear()
+        self._handed: list[Source] = []  # of the tensors that went to outer hooks
 
     @never_compiled_hook
     def pack_hook(self, tensor: Tensor) -> Any:
@@ -301,6 +295,20 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return SavedWhole(form, [self.pack_hook(part) for _, part in parts], self._policy.device.torch_device)
 
 
+class SavedInside(SavedTensors):
+    """The same hooks inside of hooks of other code, for one call."""
+
+    def __init__(self, policy: Activations, outer: Any) -> None:
+        super().__init__(policy)
+        self.outer = outer
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        for source in self._handed:
+            source.release()
+        self._handed.clear()
+
+
 class Activations:
     """The policy for saved activations between forward and backward: keep, offload or recompute."""
 
@@ -319,7 +327,7 @@ class Activations:
         top = top_hooks(False)
         if top is None:
             return self._hooks
-        return NO_CONTEXT if isinstance(getattr(top[0], "__self__", None), SavedTensors) else SavedTensors(self, top)
+        return NO_CONTEXT if isinstance(getattr(top[0], "__self__", None), SavedTensors) else SavedInside(self, top)
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether a saved tensor is offloaded: it is on the device, large enough, and has no gaps or overlaps."""
@@ -346,7 +354,7 @@ class Activations:
             return recompute.run(call, args, kwargs, Kept, self)
         trip = Trip(self.device, self._last)
         self._last = weakref.ref(trip)
-        hooks = SavedTensors(self, trip=trip)
+        hooks = SavedTensors(self, trip)
         try:
             with hooks:
                 return (

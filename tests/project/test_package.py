@@ -191,4 +191,4 @@ def test_each_test_is_in_one_shard():
 def test_the_waits_of_the_core_are_found():
     deletions = loaded(ROOT / "benchmarks" / "race_deletions.py")
     files = {wait.file for wait in deletions.waits(ROOT / "sp_lightning")}
-    assert {"host/device.py", "stream/unit.py", "stream/residency.py", "optim/steps.py"} <= files
+    assert {"host/device.py", "stream/unit.py", "stream/residency.py", "optim/unit_steps.py"} <= files
