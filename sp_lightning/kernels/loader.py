@@ -28,8 +28,7 @@ SWITCH = "SP_LIGHTNING_KERNELS"
 # Held where a fork would do harm: in the dynamic loader, whose locks nobody would release in the child, and where a
 # program is started, whose pipes the child would keep open.
 unforked = threading.Lock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=unforked.acquire, after_in_parent=unforked.release, after_in_child=unforked.release)
+os.register_at_fork(before=unforked.acquire, after_in_parent=unforked.release, after_in_child=unforked.release)
 
 
 def variant() -> str:

@@ -35,7 +35,6 @@ from ..errors import OptionError
 from ..host.device import check_supported
 from ..options import Options, count
 from ..ranks.peers import Peers
-from ..ranks.shared_slabs import check_possible
 from .checkpoint_io import MappedCheckpointIO
 from .names import (
     LightningEnvironment,
@@ -173,10 +172,8 @@ class SeveralDevices:
         return devices
 
     def _check_devices(self) -> None:
-        """Raise an error if the options, or this system, do not allow several devices; Lightning says how many."""
+        """Raise an error if the options do not allow several devices; Lightning says how many."""
         self.options.check_devices(self._num_processes, self._machines)
-        if self.is_distributed:
-            check_possible()
 
     # SingleDeviceStrategy sets the first three.
     world_size = property(lambda self: self._num_processes * self._machines, lambda self, _: None)

@@ -14,7 +14,6 @@ import ctypes
 import mmap
 import os
 import socket
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -138,15 +137,6 @@ def table(descriptor: int, rows: int, columns: int) -> Any:
     kind = ctypes.c_int64 * columns * rows
     begin = SIZE - mmap.PAGESIZE * (ctypes.sizeof(kind) // mmap.PAGESIZE + 1)
     return kind.from_buffer(mmap.mmap(descriptor, ctypes.sizeof(kind), mmap.MAP_SHARED, offset=begin))
-
-
-def check_possible() -> None:
-    """Raise UnsupportedError where the system has no memfd by which processes could share memory."""
-    if not hasattr(os, "memfd_create"):
-        raise UnsupportedError(
-            f"several devices share host memory by memfd, which {sys.platform} has not: use devices=1, or"
-            " strategy='ddp'"
-        )
 
 
 def made_file() -> int:

@@ -26,7 +26,7 @@ from ..errors import UnsupportedError
 from ..host.device import Device
 from ..store.pipeline import elements_of
 from ..stream.unit import Unit
-from .shared_slabs import SharedSlabs, check_possible, made_file, opened_file, table, this_machine
+from .shared_slabs import SharedSlabs, made_file, opened_file, table, this_machine
 from .watch import KEEPALIVE, Board, Watch
 
 UNITS = 1 << 16  # numbers on the board for each rank
@@ -39,7 +39,6 @@ class Team:
     def __init__(
         self, group: dist.ProcessGroup, timeout: timedelta = default_pg_timeout, keepalive: timedelta = KEEPALIVE
     ) -> None:
-        check_possible()
         self._group, self.rank, self.size = group, group.rank(), group.size()
         file = made_file()
         # Agents of torchrun are machines, wherever they run.

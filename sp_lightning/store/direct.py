@@ -22,7 +22,6 @@ BLOCK = 4096  # bytes: direct transfers begin and end at multiples of it, in the
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "rootfs")
 LOCAL = ("btrfs", "zfs", "bcachefs", "ubifs", "erofs", "overlay", "aufs", "ecryptfs", *IN_MEMORY)
 LOCAL_FUSE = ("ntfs-3g", "exfat", "fuse-overlayfs", "unionfs", "mergerfs", "bindfs", "gocryptfs", "encfs", "cryfs")
-DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux only
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)  # errors by which filesystems refuse direct transfers
 
 
@@ -43,7 +42,7 @@ class Mount(NamedTuple):
 
 def mount_of(file: int | str) -> Mount:
     """Find the mount of an open file's descriptor, or of a path."""
-    fd = file if isinstance(file, int) else os.open(file, getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC)
+    fd = file if isinstance(file, int) else os.open(file, os.O_PATH | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
         with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as lines:
@@ -126,7 +125,7 @@ class DirectFile:
         """Open the file for direct transfers; stay with the page cache if a trial finds other bytes, or an error."""
         why = "its direct transfers differ from buffered ones"
         try:
-            self._direct = os.open(f"/proc/self/fd/{self.fd}", flags | os.O_CLOEXEC | DIRECT)
+            self._direct = os.open(f"/proc/self/fd/{self.fd}", flags | os.O_CLOEXEC | os.O_DIRECT)
             if is_same(self._direct):
                 return
         except OSError as error:

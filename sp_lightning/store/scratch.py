@@ -18,7 +18,6 @@ import ctypes
 import errno
 import mmap
 import os
-import sys
 import threading
 import weakref
 from typing import Any
@@ -165,14 +164,11 @@ def _forget_all() -> None:
     files.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def check_folder(folder: str) -> Mount:
     """Return a folder's mount; raise OptionError if the folder cannot hold a scratch file."""
-    if not sys.platform.startswith("linux"):
-        raise OptionError(argument="disk", found=folder, allowed="None on this system: it needs Linux")
     if not os.path.isdir(folder):
         raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED}; there is no such folder")
     mount = mount_of(folder)

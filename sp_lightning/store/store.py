@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ..errors import HostMemoryError, OptionError
+from ..errors import HostMemoryError
 from ..host.device import Arrival, Device
 from ..host.machine import headroom, host_memory
 from ..host.memory import SMALL_THRESHOLD, USUAL_THRESHOLD, map_blocks_from
@@ -106,8 +105,6 @@ class Store:
 
     def __init__(self, budget: int | None, disk: str | None, device: Device) -> None:
         self._budget, self._disk, self._device = budget, disk, device
-        if budget is not None and not sys.platform.startswith("linux"):
-            raise OptionError(argument="host_budget", found=budget, allowed="None on this system: it needs Linux")
         self.placement = Placement()
         self._found: dict[int, Found] = {}
         self._files: dict[Any, SourceFile] = {}
