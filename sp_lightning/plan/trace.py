@@ -29,7 +29,7 @@ from ..host.device import aligned, dense_strides
 from ..host.room import UnitNumbers
 from ..stream.activations import SMALLEST
 from ..stream.partition import FoundUnit
-from ..stream.recompute import tensors_in
+from ..stream.recompute import copied, tensors_in
 from .fakes import HALVES, FakeTensors, tensors_of
 
 aten = torch.ops.aten
@@ -152,10 +152,18 @@ class Trace:
         if self._stack or not torch.is_grad_enabled():
             return inside(*args, **kwargs)
         self.enter(unit, False)
+        first = [(args, kwargs)]
+        args, kwargs = copied((args, kwargs), (), iter)  # for the second run: a forward may add to its arguments
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            """Call the unit, the first time with its arguments themselves, which are not kept."""
+            args, kwargs = first.pop() if first else (args, kwargs)
+            return inside(*args, **kwargs)
+
         with _Trip(self, unit) if "offload" in self._activations else contextlib.nullcontext():
             if "recompute" in self._activations:
-                return checkpoint(inside, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-            return inside(*args, **kwargs)
+                return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            return run()
 
     def _inside(self, unit: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a unit's forward as a visit, where the operators inside count for it."""

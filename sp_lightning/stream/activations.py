@@ -24,35 +24,11 @@ from ..compat.torch import storage_id, top_hooks
 from ..errors import ExactnessError
 from ..host.device import Arrival, Device, Ring, dense_strides
 from .leaf import NO_CONTEXT, Weight, stepped_already, written_between
-from .recompute import Recompute
+from .recompute import Kept, Recompute, written_error
 from .residency import shown
 
 SMALLEST = 1 << 10  # bytes; less is not worth a copy
 UNPACK: Callable[[Any], Tensor] = operator.methodcaller("get")  # `get` of the object that `pack` returned
-
-
-def written_error(version: int, expected: int, shape: torch.Size) -> RuntimeError:
-    """Make torch's own error for a saved tensor, of this shape, that was written in place before backward."""
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of"
-        f" shape {list(shape)} is at version {version}; expected version {expected} instead"
-    )
-
-
-class Kept:
-    """A saved tensor that stays where it is. `detach` shares its version, so writes are found as in a plain run."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor.detach(), tensor._version
-
-    @never_compiled_hook
-    def get(self) -> Tensor:
-        """Return the tensor; raise torch's own error if it was written in place since."""
-        if self.tensor._version != self.version:
-            raise written_error(self.tensor._version, self.version, self.tensor.shape)
-        return self.tensor
 
 
 class SavedWeight:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..compat.dynamo import never_compiled_hook
 from ..compat.torch import without_dispatch
 from ..errors import ExactnessError
 from .lazy import requires_grad_of, version_of
@@ -34,7 +35,7 @@ ATOMS += (types.FunctionType, types.MethodType, types.ModuleType)
 FLAT = (set, bytearray, numpy.ndarray)  # copied without what is in them
 
 
-def copied(value: Any, kind: type, replace: Callable[[Any], Any], memo: dict[int, Any] | None = None) -> Any:
+def copied(value: Any, kind: Any, replace: Callable[[Any], Any], memo: dict[int, Any] | None = None) -> Any:
     """Copy the containers, arrays and objects of a value, which a forward may change; other values are kept as is.
 
     Objects of the class ``kind`` are replaced by what ``replace`` returns for them, each once.
@@ -75,6 +76,31 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def written_error(version: int, expected: int, shape: torch.Size) -> RuntimeError:
+    """Make torch's own error for a saved tensor, of this shape, that was written in place before backward."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of"
+        f" shape {list(shape)} is at version {version}; expected version {expected} instead"
+    )
+
+
+class Kept:
+    """A saved tensor that stays where it is. `detach` shares its version, so writes are found as in a plain run."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = -1 if tensor.is_inference() else tensor._version  # a tensor of inference mode has none
+
+    @never_compiled_hook
+    def get(self) -> Tensor:
+        """Return the tensor; raise torch's own error if it was written in place since."""
+        if self.version >= 0 and self.tensor._version != self.version:
+            raise written_error(self.tensor._version, self.version, self.tensor.shape)
+        return self.tensor
+
+
 class Before:
     """A tensor that a forward finds among its arguments or buffers, with a clone of its values if ``is_cloned``."""
 
@@ -111,8 +137,8 @@ class Before:
 class Recompute:
     """Runs a module's forward, and a second time in backward with the same arguments and buffers.
 
-    The first call clones all tensors among the arguments, and all buffers. Later calls clone only those that the first
-    one wrote to.
+    The first call clones all tensors that are arguments, and all buffers. Later calls clone only those that the first
+    one wrote to. Tensors inside of arguments, such as those of a cache, may not be written.
     """
 
     def __init__(self, module: nn.Module, name: str, device: torch.device) -> None:
@@ -127,19 +153,21 @@ class Recompute:
         ``pack`` saves tensors among the arguments. ``policy.is_repeated`` is set while the forward runs.
         """
         arguments: dict[Any, Before] = {}
+        direct = {id(value) for value in (*args, *kwargs.values())}
 
         def note(tensor: Tensor) -> Any:
             """Note a tensor among the arguments; a parameter is passed on."""
             if isinstance(tensor, nn.Parameter):
                 return tensor
-            return self._note(arguments, len(arguments), tensor)
+            is_direct = id(tensor) in direct
+            return self._note(arguments, (len(arguments), is_direct), tensor, is_direct)
 
         before = copied((args, kwargs), Tensor, note)
         buffers: dict[Any, Before] = {}
         for module in self._module.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    self._note(buffers, (module, name), buffer)
+                    self._note(buffers, (module, name), buffer, True)
         with without_dispatch():
             params = [p for module in self._module.modules() for p in module._parameters.values() if p is not None]
             trained = [(param, requires_grad_of(param)) for param in params]
@@ -162,13 +190,13 @@ class Recompute:
         again = True
         args = kwargs = None  # `forward` would keep them
         self._learn(arguments, buffers)
-        for argument in arguments.values():
-            argument.pack(pack)
+        for (_, is_direct), argument in arguments.items():
+            argument.pack(pack if is_direct else Kept)  # layers share caches, and what is in them: it stays
         return result
 
-    def _note(self, found: dict[Any, Before], key: Any, tensor: Tensor) -> Before:
-        """Note a tensor before the forward, and clone it if that may write to it."""
-        found[key] = Before(tensor, self._written is None or key in self._written)
+    def _note(self, found: dict[Any, Before], key: Any, tensor: Tensor, may_clone: bool) -> Before:
+        """Note a tensor before the forward, and clone it if it may be cloned and the forward may write to it."""
+        found[key] = Before(tensor, may_clone and (self._written is None or key in self._written))
         return found[key]
 
     def _learn(self, arguments: dict[Any, Before], buffers: dict[Any, Before]) -> None:
@@ -178,10 +206,13 @@ class Recompute:
             self._written |= {key for key, one in buffers.items() if one.was_written or one.has_other_values}
         for key, one in [*arguments.items(), *buffers.items()]:
             if one.was_written and one.clone is None:
-                what = "one of its arguments" if key in arguments else f"its buffer {key[1]!r}"
+                what = f"its buffer {key[1]!r}, which it did not do in earlier calls"
+                if key in arguments:
+                    what = "an argument, which it did not do in earlier calls"
+                    what = what if key[1] else "a tensor inside of one of its arguments: pass the tensor itself"
                 raise ExactnessError(
-                    f"{self.name} wrote to {what}, which it did not do in earlier calls: a second run would find what"
-                    " it wrote; use activations='keep' or 'offload'"
+                    f"{self.name} wrote to {what}. A second run would find what it wrote: use activations='keep' or"
+                    " 'offload'"
                 )
         for key in [*buffers]:
             module, name = key

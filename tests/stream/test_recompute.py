@@ -70,11 +70,11 @@ def test_an_argument_that_forward_changes_is_put_back(kind, activations, device)
 
 
 @pytest.mark.parametrize("kind", [list, collections.deque])
-def test_a_tensor_in_an_argument_that_forward_writes_is_put_back(kind, device):
+def test_a_write_to_a_tensor_in_an_argument_is_an_error(kind, device):
     net = nn.ModuleList(Counting() for _ in range(3))
-    plain = counted(copy.deepcopy(net).to(device), kind([torch.zeros(1, device=device)]), device)
     with streamed(net, device, window=1, activations="recompute", units=["Counting"]):
-        assert all(map(torch.equal, counted(net, kind([torch.zeros(1, device=device)]), device), plain))
+        with pytest.raises(ExactnessError, match="wrote to a tensor inside of one of its arguments"):
+            counted(net, kind([torch.ones(1, device=device)]), device)
 
 
 FROZEN = {
