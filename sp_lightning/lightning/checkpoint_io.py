@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sys
 import zipfile
 from collections.abc import Container, Iterator
 from typing import IO, Any
@@ -105,8 +106,10 @@ def new_file(path: str) -> Iterator[IO[bytes]]:
 
     Until then it is beside it under another name. Errors say what is intact.
     """
-    part = f"{path}.part"
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    folder, name = os.path.split(path)
+    part = os.path.join(folder, name.replace("ckpt_", "part_") + ".part")  # Lightning resumes "hpc_ckpt_1..." on SLURM
+    handled = sys.exc_info()[1]  # by the caller, and no cause of errors here
+    os.makedirs(folder, exist_ok=True)
     try:
         with open(part, "w+b") as file:
             yield file
@@ -115,8 +118,10 @@ def new_file(path: str) -> Iterator[IO[bytes]]:
         os.replace(part, path)
     except (OSError, RuntimeError) as error:
         reason = error.__context__ if type(error) is RuntimeError else error  # torch's writer hides the cause
+        if reason is None or reason is handled:
+            raise
         if not isinstance(reason, OSError):
-            raise reason or error  # noqa: B904  # with the cause that it has
+            raise reason  # noqa: B904  # with the cause that it has
         there = os.path.exists(path)
         left = "the previous checkpoint is intact" if there else "nothing has this name, others are intact"
         raise OSError(reason.errno, f"{reason.strerror}; {left}", path) from error

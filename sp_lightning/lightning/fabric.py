@@ -229,12 +229,16 @@ class SuperpipelineFabricStrategy(SeveralDevices, FabricBaseStrategy):
     # Fabric asks this object to accumulate without an exchange; the base class sets none.
     _backward_sync_control = property(lambda self: self, lambda self, _: None)
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
         """Leave the gradients of backwards in this context to their ranks."""
         found = handles_of(self.handles, module.parameters())
         if not found:
             raise OptionError(argument="module", found=type(module).__name__, allowed="what fabric.setup returned")
-        return found[0].no_sync() if enabled else contextlib.nullcontext()
+        with contextlib.ExitStack() as stack:
+            for handle in found if enabled else ():  # the module may be around several that stream
+                stack.enter_context(handle.no_sync())
+            yield
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step as the base class does; errors that streaming causes say what to do."""

@@ -65,7 +65,7 @@ class ScratchFile(DirectFile):
         status = os.fstatvfs(self.fd)
         nbytes = min(status.f_bavail * status.f_frsize // BLOCK * BLOCK, LARGEST)
         try:
-            os.ftruncate(self.fd, nbytes)  # which takes nothing of the disk
+            self._set_size(nbytes)
             with torch.inference_mode(False):
                 whole: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{self.fd}", True, nbytes)
                 self._flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole)
@@ -75,6 +75,14 @@ class ScratchFile(DirectFile):
         except BaseException:
             self.close()
             raise
+
+    def _set_size(self, nbytes: int) -> None:
+        """Give the file its size, which takes nothing of the disk; raise OptionError if files may not be so large."""
+        try:
+            os.ftruncate(self.fd, nbytes)
+        except OSError as error:
+            allowed = f"{ALLOWED}, in which a file may be as large as what is free ({error.strerror}; see ulimit -f)"
+            raise OptionError(argument="disk", found=self.folder, allowed=allowed) from error
 
     def allocate(self, nbytes: int) -> None:
         """Allocate disk space for nbytes behind the ranges that were taken; raise DiskError if the disk is full."""

@@ -14,6 +14,7 @@ from often import often, slow
 
 import models
 import parity
+from sp_lightning.lightning.checkpoint_io import new_file
 
 pytestmark = [pytest.mark.simgpu, pytest.mark.filterwarnings("ignore")]
 BOTH = pytest.mark.parametrize("accelerator", [pytest.param("cpu", marks=pytest.mark.slow), "simgpu"])
@@ -267,3 +268,22 @@ def test_a_file_that_misses_the_disk_leaves_the_old_one_whole(error, tmp_path, m
     assert info.value.errno == error and [name for name, *_ in calls] == ["fsync"]
     assert (tmp_path / "last.ckpt").read_bytes() == before
     assert [path.name for path in tmp_path.glob("last*")] == ["last.ckpt"]
+
+
+def test_what_a_killed_save_leaves_is_no_checkpoint_of_slurms(tmp_path):
+    """Lightning takes each name with "hpc_ckpt_" in a folder for that of a checkpoint to go on from."""
+    made = tmp_path / "hpc_ckpt_1.ckpt"
+    with new_file(str(made)) as file:
+        file.write(b"whole")
+        assert not [path for path in tmp_path.iterdir() if "hpc_ckpt_" in path.name]
+    assert made.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [made]
+
+
+@pytest.mark.parametrize("error", [ValueError("of a step"), OSError(errno.ENOENT, "no such data")])
+def test_an_error_that_is_being_handled_is_no_cause_of_another_one(error, tmp_path):
+    with pytest.raises(RuntimeError, match="of the writer"):
+        try:
+            raise error
+        except type(error):
+            with new_file(str(tmp_path / "last.ckpt")):
+                raise RuntimeError("of the writer")  # noqa: B904  # as within torch

@@ -3,6 +3,7 @@
 import processes
 import pytest
 import ranked_fabric
+import torch
 from ranked_parity import check
 
 
@@ -22,3 +23,8 @@ def test_two_ranks_are_ddp(loop, device, precision, options):
 def test_a_copy_of_what_several_devices_stream_is_refused():
     for error in processes.run(2, ranked_fabric.refused):
         assert error.startswith("UnsupportedError: a deep copy of what Fabric set up on several devices"), error
+
+
+def test_no_part_of_a_module_exchanges_gradients_that_accumulate():
+    first, second = processes.run(2, ranked_fabric.accumulated_around_parts)
+    assert not any(torch.equal(one, other) for one, other in zip(first, second, strict=True))

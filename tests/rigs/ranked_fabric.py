@@ -174,3 +174,18 @@ def record(
             strategy.teardown()
     host = [e._replace(value=e.value.cpu() if isinstance(e.value, Tensor) else e.value) for e in entries]
     return parity.Record(host)
+
+
+def accumulated_around_parts() -> list[Tensor]:
+    """Gradients of two modules that stream by themselves, of a backward without exchange of the module around both."""
+    fabric = Fabric(strategy="superpipeline", accelerator="cpu", devices=2)
+    fabric.launch()
+    parts = [Net(out=16), Net()]
+    for part in parts:
+        fabric.setup_module(part)
+    around = fabric.setup_module(nn.Sequential(*parts))
+    with fabric.no_backward_sync(around):
+        fabric.backward(around(torch.randn(4, 16, generator=torch.Generator().manual_seed(fabric.global_rank))).sum())
+    gradients = [part.blocks[0][0].weight.grad.clone() for part in parts]
+    fabric.strategy.teardown()
+    return gradients

@@ -99,6 +99,15 @@ def test_a_folder_that_is_not_there_is_refused(monkeypatch):
     assert not ignored  # the file that was never opened is closed without a word
 
 
+def test_a_limit_of_files_sizes_is_named(monkeypatch):
+    def truncate(file, nbytes):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "ftruncate", truncate)
+    with pytest.raises(OptionError, match=r"a local disk.*File too large; see ulimit -f"):
+        streaming(net())
+
+
 def test_a_disk_without_direct_transfers_is_exact_and_warns_once(monkeypatch, caplog):
     model, plain = net(), net()
     opened = os.open
