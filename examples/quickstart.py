@@ -96,8 +96,8 @@ def train(arguments, strategy):
 
 
 class Peak(L.Callback):
-    """Most device bytes of a run; on the CPU, those of weights, gradients and optimizer state that are in use at
-    once."""
+    """Most device bytes of a run; on the CPU, which has none, those that a device would hold of weights, gradients and
+    optimizer state."""
 
     nbytes = 0
 
@@ -109,7 +109,7 @@ class Peak(L.Callback):
         if module.device.type != "cpu":
             self.nbytes = torch.accelerator.max_memory_allocated()
         elif isinstance(trainer.strategy, SuperpipelineStrategy):
-            self.nbytes = trainer.strategy.handle.stats()["device_peak"]
+            self.nbytes = trainer.strategy.handle.stats()["window_bytes"]
         else:
             self.nbytes = sum(4 * p.numel() * p.element_size() for p in module.parameters())  # with grad, two moments
 

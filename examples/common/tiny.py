@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -29,7 +30,8 @@ def made(name: str, make: Callable[[Path], None]) -> str:
     if not folder.exists():
         part = folder.with_name(f"{name}.{os.getpid()}")  # of several processes, each makes the same
         part.mkdir(parents=True)
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        alone = mock.patch("torch.distributed.is_initialized", return_value=False)  # else transformers saves on rank 0
+        with alone, torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             make(part)
         try:

@@ -36,7 +36,7 @@ class PageLock(Protocol):
         """Lock memory, so that the device copies from and to it by itself; raise RuntimeError if that is refused."""
 
     def unlock(self, address: int) -> None:
-        """Unlock memory after all queued copies. Raises nothing: it runs where a tensor dies."""
+        """Unlock memory after all queued copies. Blocks; raises nothing, as it runs where a tensor dies."""
 
 
 class Slabs:

@@ -117,7 +117,7 @@ class StagingRing:
         staged.queued.set_result(self._stream.record_event())
 
     def _down(self, staged: StagedCopy, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy pieces of device memory to the host through the buffers, one of which is filled while one is emptied."""
+        """Copy pieces of device memory to the host: one buffer is filled as one is emptied. Blocks until all came."""
         under_way: collections.deque[tuple[Tensor, Tensor, Any]] = collections.deque()
         for here, there in pieces:
             if len(under_way) == len(self._buffers):

@@ -183,6 +183,7 @@ class SeveralDevices:
     is_global_zero = property(lambda self: self._rank("global_rank") == 0)
 
     def _rank(self, which: str) -> int:
+        """Return this process's "global_rank", "local_rank" or "node_rank"; 0 with one device."""
         return int(getattr(self.cluster_environment, which)()) if self.is_distributed else 0
 
     @property

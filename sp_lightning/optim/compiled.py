@@ -162,7 +162,7 @@ def say_torch_steps(name: str, device: str, reason: str) -> None:
 
 
 def _compare(cls: Any, flags: int, is_fused: bool, device: torch.device) -> bool:
-    """Take some steps by the loop and on the device, with numbers of every kind; return whether all bits are equal."""
+    """Take some steps by compiled code and on the device, with all kinds of numbers; return whether all bits agree."""
     generator = torch.Generator().manual_seed(0)
     for numbers in TRIED[cls]:
         here = list(_samples(generator))

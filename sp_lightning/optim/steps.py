@@ -121,7 +121,7 @@ class Steps(UnitSteps):
         self._place_state(optimizer, is_closing=False)
 
     def _place_state(self, optimizer: optim.Optimizer, is_closing: bool) -> None:
-        """Move each weight's state to where the weight is stepped; if ``is_closing``, to the host."""
+        """Move each weight's state to where the weight is stepped; if ``is_closing``, to the host. Blocks."""
         if not steps_by_weight(optimizer):  # the optimizer's own code steps all weights on the host
             return
         counts_there = {

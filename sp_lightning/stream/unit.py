@@ -265,7 +265,7 @@ class Unit:
         return self.is_final and self._stamp == self._now()
 
     def is_edited(self) -> bool:
-        """Whether the user may have written to the slab since the last step, and it differs from the shared truth."""
+        """Whether the slab is to be read: it is the truth itself, or the user may have written to it since a step."""
         return self.truth is self.slab or self.stepped != self._now()
 
     def _cast(self) -> None:

@@ -200,7 +200,7 @@ def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _to_device(device: torch.device, tensor: Any) -> Any:
-    """Copy a host tensor to the device if a function gets it together with a weight there; a 0-d tensor stays."""
+    """Copy a dense host tensor to the device, for a function that has a weight there; a 0-d tensor stays. Blocks."""
     if not tensor.ndim or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return tensor
     if isinstance(tensor, HostGradient):

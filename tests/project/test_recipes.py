@@ -286,6 +286,14 @@ def test_a_model_answers_with_the_adapters_that_were_trained():
     assert streamed == plain and streamed != answers(folder="without")
 
 
+def test_each_process_of_a_group_makes_a_whole_tiny_model(monkeypatch):
+    from examples.common import tiny
+
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    assert pathlib.Path(tiny.language_model(), "model.safetensors").exists()
+
+
 # --- Chats in blocks
 
 
