@@ -256,7 +256,7 @@ class HostGradient(Lazy, Tensor):
             if answer is not NotImplemented:
                 return answer
         copies = Copies()  # gradients are on the host, and so are copies of other tensors that a function gets
-        bring = lambda one: one if one.device.type == "cpu" else copies.add(one, one.detach().to("cpu"))  # noqa: E731
+        bring = lambda one: one if one.device.type == "cpu" else copies.add(one, one.to("cpu"))  # noqa: E731
         args, kwargs = replaced((args, kwargs or {}), Tensor, bring)
         return copies.keep_writes(super().__torch_function__(func, types, args, kwargs))
 

@@ -37,14 +37,13 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from ..compat.tensors import consists_of_tensors, is_dtensor
-from ..compat.torch import storage_id
 from ..errors import PartitionError
 from ..host.device import aligned
 from .shards import Sharded
@@ -148,16 +147,19 @@ class _Tree:
             self._check_parts()
 
     def _check_parts(self) -> None:
-        """Raise if a tensor of a quantised weight, or a DTensor's shard, is in one storage with another weight."""
+        """Raise if a tensor of a quantised weight, or a DTensor's shard, shares its bytes with another weight."""
         parts = {id(part) for wholes in self.wholes.values() for whole in wholes for _, part in whole.parts}
-        found: dict[int, tuple[str, Any]] = {}
-        for name, weight in (named for owned in self.owned.values() for named in owned):
-            before = found.setdefault(storage_id(weight.untyped_storage()), (name, weight))
-            if before[0] != name and parts & {id(before[1]), id(weight)}:
+        named = [(weight.data_ptr(), name, weight) for owned in self.owned.values() for name, weight in owned]
+        end, last = 0, named[0]  # the furthest byte so far, and whose it is
+        for start, name, weight in sorted(named, key=lambda each: each[:2]):
+            if start < end and weight.numel() and name != last[1] and parts & {id(last[2]), id(weight)}:
                 raise PartitionError(
-                    f"{before[0]} shares its memory with {name}, and a part of a weight that consists of several"
+                    f"{last[1]} shares its memory with {name}, and a part of a weight that consists of several"
                     " tensors can be in one place only: give each weight a copy of its own (weight.clone())"
                 )
+            steps = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
+            if start and weight.numel() and start + (steps + 1) * weight.itemsize > end:  # the meta device has no bytes
+                end, last = start + (steps + 1) * weight.itemsize, (start, name, weight)
 
     def _weigh(self) -> None:
         """Add up the bytes of each module's parameters, and list its children that have any."""

@@ -144,7 +144,7 @@ class Recompute:
     def __init__(self, module: nn.Module, name: str, device: torch.device) -> None:
         self._module, self.name = module, name
         self._device = torch.empty(0, device=device)  # tells torch of which device to keep the generator
-        # Arguments, by their position, and buffers, by module and name, that the forward writes to; None: not known.
+        # Arguments, by their place, and buffers, by module and name, that the forward writes to; None: not known.
         self._written: set[Any] | None = None
 
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any, pack: Callable[[Tensor], Any], policy: Any) -> Any:
@@ -153,14 +153,15 @@ class Recompute:
         ``pack`` saves tensors among the arguments. ``policy.is_repeated`` is set while the forward runs.
         """
         arguments: dict[Any, Before] = {}
-        direct = {id(value) for value in (*args, *kwargs.values())}
+        places = {id(value): place for place, value in (*enumerate(args), *kwargs.items())}
 
         def note(tensor: Tensor) -> Any:
-            """Note a tensor among the arguments; a parameter is passed on."""
+            """Note a tensor among the arguments, by its place or, inside of one, a number; a parameter is passed on."""
             if isinstance(tensor, nn.Parameter):
                 return tensor
-            is_direct = id(tensor) in direct
-            return self._note(arguments, (len(arguments), is_direct), tensor, is_direct)
+            is_direct = id(tensor) in places
+            key = is_direct, places.get(id(tensor), len(arguments))
+            return self._note(arguments, key, tensor, is_direct)
 
         before = copied((args, kwargs), Tensor, note)
         buffers: dict[Any, Before] = {}
@@ -190,7 +191,7 @@ class Recompute:
         again = True
         args = kwargs = None  # `forward` would keep them
         self._learn(arguments, buffers)
-        for (_, is_direct), argument in arguments.items():
+        for (is_direct, _), argument in arguments.items():
             argument.pack(pack if is_direct else Kept)  # layers share caches, and what is in them: it stays
         return result
 
@@ -209,7 +210,7 @@ class Recompute:
                 what = f"its buffer {key[1]!r}, which it did not do in earlier calls"
                 if key in arguments:
                     what = "an argument, which it did not do in earlier calls"
-                    what = what if key[1] else "a tensor inside of one of its arguments: pass the tensor itself"
+                    what = what if key[0] else "a tensor inside of one of its arguments: pass the tensor itself"
                 raise ExactnessError(
                     f"{self.name} wrote to {what}. A second run would find what it wrote: use activations='keep' or"
                     " 'offload'"

@@ -196,6 +196,13 @@ def test_parts_that_share_their_memory_are_refused_by_name(shares):
         partition(model)
 
 
+def test_parts_of_a_quantised_weight_may_lie_side_by_side_in_one_storage():
+    flat = torch.ones(8, 4)
+    model = two_tensors(flat[:4], torch.ones(4, 4))
+    model.net.weight.b = flat[4:]
+    assert partition(model)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_weights_that_cannot_be_taken_apart_are_refused_by_name(fails, monkeypatch):
     kind = torch.testing._internal.two_tensor.TwoTensor

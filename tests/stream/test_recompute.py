@@ -77,6 +77,31 @@ def test_a_write_to_a_tensor_in_an_argument_is_an_error(kind, device):
             counted(net, kind([torch.ones(1, device=device)]), device)
 
 
+class Masked(models.Block):
+    """A block that adds its input to a sum, and may get a mask before that sum."""
+
+    def forward(self, x, mask=None, *, scale=None, total):
+        x = x * (1 + total.mean()) * (1 if mask is None else mask) * (1 if scale is None else scale)
+        total.add_(x.detach())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+def test_a_written_argument_is_put_back_where_later_calls_get_more_tensors(activations, device):
+    def run(net, device):
+        for index in range(3):
+            x = torch.linspace(-1, 1, 4 * models.WIDTH, device=device).view(4, models.WIDTH)
+            more = {"mask": x.relu(), "scale": x.square()} if index else {}
+            total = torch.zeros_like(x)
+            for block in net:
+                x = block(x, **more, total=total)
+            x.square().sum().backward()
+            yield x, [p.grad for p in net.parameters()]
+
+    make = lambda: nn.ModuleList(Masked() for _ in range(3))  # noqa: E731
+    check(make, run, device, activations=activations, units=["Masked"])
+
+
 FROZEN = {
     "a unit": (["blocks.1"], []),
     "a layer of a unit": (["blocks.1.up"], ["blocks.2.up"]),

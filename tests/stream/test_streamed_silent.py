@@ -83,6 +83,29 @@ def give_data(weight):
     weight.data = weight.data * 0.9
 
 
+class Weighing(Block):
+    """A block that multiplies the gradients that earlier backwards left with its weights."""
+
+    def forward(self, x):
+        if self.up.weight.grad is None:
+            return super().forward(x)
+        factor = (self.up.weight.grad * self.up.weight).sum()
+        return super().forward(x) * (1 + factor.to(x.device))
+
+
+@program(lambda: Net(Weighing, 3), "keep", "recompute", "offload")
+def gradients_are_multiplied_with_weights(run, model):
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return run.loop(model, step)
+
+
 CAPTURED = {
     "copy_": lambda weight: weight.copy_(weight * 0.9),
     "detach": lambda weight: weight.detach().mul_(0.9),
