@@ -8,8 +8,9 @@
    under torchrun.
 3. An exception in any rank, or a race on a simulated device, is raised here, with all ranks' tracebacks. Once a rank
    does not answer, the processes are ended, and the next run makes new ones.
-4. A rank is a fork of a server that has imported torch and Lightning. It ends with the server, and that with this
-   process, whatever ends it: else one that waits for others would do so for minutes.
+4. A rank is a fork of a server that has imported torch and Lightning, or, with "spawn", shares no memory with one. It
+   ends with its parent, and that with this process, whatever ends it: else one that waits for others would do so for
+   minutes.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ class RankFailed(AssertionError):
 class Processes:
     """So many ranks, ready to run functions."""
 
-    def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")  # which imports once, for all ranks
-        context.set_forkserver_preload(["lightning", "sp_lightning", "parity"])
+    def __init__(self, size: int, start: str = "forkserver") -> None:
+        context: Any = multiprocessing.get_context(start)
+        if start == "forkserver":  # which imports once, for all ranks
+            context.set_forkserver_preload(["lightning", "sp_lightning", "parity"])
         self.size = size
         self.connections: list[Connection] = []
         self.processes = []
@@ -86,7 +88,8 @@ class Processes:
             process.kill()
         for process in self.processes:
             process.join()
-        started.pop(self.size, None)
+        if started.get(self.size) is self:
+            del started[self.size]
 
 
 started: dict[int, Processes] = {}
