@@ -210,9 +210,9 @@ class Recompute:
                 what = f"its buffer {key[1]!r}, which it did not do in earlier calls"
                 if key in arguments:
                     what = "an argument, which it did not do in earlier calls"
-                    what = what if key[0] else "a tensor inside of one of its arguments: pass the tensor itself"
+                    what = what if key[0] else "a tensor inside of one of its arguments"
                 raise ExactnessError(
-                    f"{self.name} wrote to {what}. A second run would find what it wrote: use activations='keep' or"
+                    f"{self.name} wrote to {what}: a second run would find what it wrote; use activations='keep' or"
                     " 'offload'"
                 )
         for key in [*buffers]:
