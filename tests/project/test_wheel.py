@@ -62,7 +62,7 @@ def bare_environment(folder, wheel):
     pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--no-deps", "--no-index"]
     subprocess.run([*pip, wheel], check=True, capture_output=True)
     found = {}
-    for name in ("torch", "lightning", "psutil", "rich"):
+    for name in ("torch", "lightning", "psutil"):
         required(name, found)
     for distribution in found.values():
         for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
