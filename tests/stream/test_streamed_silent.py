@@ -52,6 +52,18 @@ def a_narrow_weight_is_read_twice(run, model):
     return run.loop(model, step)
 
 
+def steps_of_two_backwards(run):
+    def step(model, optimizer, i):
+        loss = model(run.x(i)).square().mean()
+        loss.backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 class Scaling(Block):
     """A block that reads the gradients that earlier backwards left."""
 
@@ -62,17 +74,7 @@ class Scaling(Block):
 
 @program(lambda: Net(Scaling, 3), "keep", "recompute", "offload")
 def gradients_are_read_in_their_forward(run, model):
-    optimizer = run.adamw(model.parameters())
-
-    def step(model, optimizer, i):
-        loss = model(run.x(i)).square().mean()
-        loss.backward()
-        if i % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-    return run.loop(model, step, optimizer)
+    return run.loop(model, steps_of_two_backwards(run), run.adamw(model.parameters()))
 
 
 def scale_data(weight):
@@ -95,15 +97,7 @@ class Weighing(Block):
 
 @program(lambda: Net(Weighing, 3), "keep", "recompute", "offload")
 def gradients_are_multiplied_with_weights(run, model):
-    def step(model, optimizer, i):
-        loss = model(run.x(i)).square().mean()
-        loss.backward()
-        if i % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-    return run.loop(model, step)
+    return run.loop(model, steps_of_two_backwards(run))
 
 
 CAPTURED = {
