@@ -159,7 +159,7 @@ class Room:
         reserve = int(capacity * RESERVE_SHARE)
         fit = max(1, largest_window(self._streamed, max(0, capacity - reserve - self._others)))
         most = self._most if self._budget is not None else min(self._most, fit)
-        found = f"at most {most} fit, as of {capacity} bytes {self._others} for others and {reserve} in reserve"
+        found = f"at most {most} fit: of {capacity} bytes others take {self._others}, and {reserve} are a reserve"
         self._resize(min(most, limit), found)
 
     def _resize(self, window: int, why: str) -> None:
