@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, optim
 
+from ..compat.dynamo import compile_lock
 from ..compat.torch import devices_with_lists
 from ..stream.host_gradient import GradientBytes
 from ..stream.leaf import Weight
@@ -238,7 +239,8 @@ class SlicedOptimizer:
     def _call(self, params: list[list[Tensor]], states: dict[Tensor, Any], scaling: GroupOptions) -> None:
         """Call the step of the user's optimizer class on these parameters and states in place of the user's own."""
         groups = [{**group, "params": own} for group, own in zip(self._options, params, strict=True)]
-        code_of_step(self.user)(shadow_of(self.user, groups, state=states, **scaling))
+        with compile_lock:  # while any thread compiles, torch's optimizers compute with tensors in place of numbers
+            code_of_step(self.user)(shadow_of(self.user, groups, state=states, **scaling))
 
     def _runs(self, work: list[StepWork], state: WaitingState, chunk: int) -> Iterator[list[Slice]]:
         """Cut weights larger than a chunk into slices where `_is_cut` allows it, and yield lists that fill a chunk."""

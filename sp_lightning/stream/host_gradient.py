@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent import futures
 from concurrent.futures import Executor, Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..compat.dynamo import wait_beside_compilation
 from ..compat.torch import as_subclass, multiply_all, norms_of_all, unscale_all, without_dispatch
 from ..errors import ExactnessError
 from ..host.device import Arrival, Device
@@ -101,11 +101,12 @@ class GradientBytes:
         """Wait until no sum and no step uses the gradient. A step's error is raised by the unit's `wait_step`."""
         self.wait_added()
         if self.step is not None:
-            futures.wait([self.step])
+            wait_beside_compilation(self.step)
 
     def wait_added(self) -> None:
         """Wait until the pending sum of gradients is done; raise its error."""
         if self.adding is not None:
+            wait_beside_compilation(self.adding)
             self.adding.result()
 
     def wait_true(self) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.dynamo import never_compiled_hook
 from ..compat.torch import GRADIENT_HOOKS, HOOKS_AFTER_ACCUMULATION, storage_id, without_dispatch
 
 _tensor: Any = Tensor  # type checkers do not know that its attributes are descriptors
@@ -73,6 +74,7 @@ class Lazy:
         """Note the result of a function that got this tensor. Runs after each such function."""
 
     @classmethod
+    @never_compiled_hook
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         lazy = [] if func in METADATA or compiles_own_step() else found_in((args, kwargs), Lazy)
         for tensor in lazy:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ..compat.dynamo import compilation, graph_break
+from ..compat.dynamo import compilation, never_compiled_hook
 from ..compat.torch import at_end_of_backward, graph_task, storage_id, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
@@ -214,7 +214,6 @@ class Absent(Leaf):
             if func in DIFFERENTIATING:
                 args, kwargs = replaced((args, kwargs or {}), Tensor, edge_of)
                 return func(*args, **kwargs)
-            graph_break()
             return call_with_leaves(func, args, kwargs or {})
 
 
@@ -394,6 +393,7 @@ def note_views(weight: Weight, result: Any, given: Tensor) -> None:
             view.weight = weight
 
 
+@never_compiled_hook
 def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that gets leaves and views, with their units on the device, and keep its writes to weights."""
     found = found_in([*args, *kwargs.values()], LEAVES)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ..compat.dynamo import compilation
+from ..compat.dynamo import compilation, never_compiled_hook
 from ..compat.tensors import IS_PARAMETER, is_dtensor, is_dtensor_class, local_of, over_spec, spec_of
 from ..compat.torch import without_dispatch
 from ..errors import ExactnessError, UnsupportedError
@@ -40,6 +40,7 @@ class HostParameter(Watched, nn.Parameter):
     plain_class: type = nn.Parameter  # its class in a plain run
 
     @property
+    @never_compiled_hook
     def data(self) -> Tensor:
         """The weight's bytes: the leaf's during a call of its unit, else the host's."""
         if is_in_own_call(self):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..compat.dynamo import wait_beside_compilation
 from ..compat.torch import without_dispatch
 from ..host.device import Arrival, Device, aligned, dense_strides
 from ..host.room import UnitNumbers
@@ -75,6 +76,7 @@ class Pending:
         """Wait until no step is under way; raise the last step's error."""
         if (last := self.last) is not None:
             try:
+                wait_beside_compilation(last)
                 last.result()
             finally:
                 with self._lock:  # another thread may wait or begin a step; an interrupt ends only the wait

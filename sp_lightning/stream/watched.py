@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from ..compat.dynamo import graph_break
+from ..compat.dynamo import never_compiled_hook
 from ..compat.torch import without_dispatch
 from .gradients import backwards, recover, through_hooks
 from .host_gradient import HostGradient
@@ -89,18 +89,21 @@ class Watched(Lazy):
                 if func in FREEZING and weight is not None:
                     sync_requires_grad(weight)
                 return result
-        graph_break()
-        if has_others(types):
-            return NotImplemented
+        return NotImplemented if has_others(types) else cls._run(func, types, args, kwargs or {})
+
+    @classmethod
+    @never_compiled_hook
+    def _run(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function of torch's on the host, or in a step on the device with leaves in place of parameters."""
         if func is torch.autograd.grad:
-            return _differentiate(*args, **(kwargs or {}))
+            return _differentiate(*args, **kwargs)
         if func is torch.autograd.backward:  # with dispatch: the user's hooks run inside
-            args, kwargs = replaced((args, kwargs or {}), Tensor, edge_of)
+            args, kwargs = replaced((args, kwargs), Tensor, edge_of)
             return func(*args, **kwargs)
         is_own = is_in_own_call(args[0] if args else None)
         if not is_own and (func in ON_HOST or not is_inside_step(func, args, kwargs)):
             return super().__torch_function__(func, types, args, kwargs)
-        is_read = not writes(func) and "out" not in (kwargs or {})
+        is_read = not writes(func) and "out" not in kwargs
         found = streamed_in((args, kwargs))
         shards = [weight.unit for weight in found if weight.is_shard]
         copies = Copies()  # of views of the user's, on the device
@@ -118,7 +121,7 @@ class Watched(Lazy):
             return weight.leaf
 
         own = weights.get(id(args[0])) if args else None
-        args, kwargs = replaced((args, kwargs or {}), Tensor, on_device)
+        args, kwargs = replaced((args, kwargs), Tensor, on_device)
         if func in STRIDING and own is not None and not own.is_shard:
             args, kwargs = _as_strided_arguments(own, *args, **kwargs)
         with without_dispatch(), using(shards) if shards else NO_CONTEXT:

@@ -1,5 +1,9 @@
 """Each of torch's optimizers, with options and types of weights that take other ways, steps as in the plain run."""
 
+import copy
+import threading
+import time
+
 import pytest
 import torch
 from often import often
@@ -145,6 +149,63 @@ def test_an_optimizer_with_compiled_code_steps_as_in_a_plain_run(device):
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=64):  # for each shape of a weight
         check(Program(program(Compiled, {}), Net), device)
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["beside_a_step", "that_waits_for_a_step"])
+def test_a_compilation_changes_no_bits_of_a_step(reads):
+    """While a thread compiles, NAdam on any thread computes with tensors in place of numbers."""
+    plain, model = copy.deepcopy(net := Net()), net
+    optimizers = [torch.optim.NAdam(each.parameters(), 1e-2, foreach=False) for each in (plain, model)]
+    begin = threading.Event()
+
+    def started(_):
+        begin.set()
+        time.sleep(0.1)  # in which the thread comes to the steps
+
+    with streamed(model, "cpu") as handle:
+        for i in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(i))
+            for each, optimizer in zip((plain, model), optimizers, strict=True):
+                optimizer.zero_grad()
+                each(x).square().mean().backward()
+                if each is model and i == 2:  # the first steps are waited for
+                    handle.steps.thread.submit(begin.wait, 10)
+                optimizer.step()
+        read = model.blocks[0].up.weight.grad if reads else x
+        torch._dynamo.reset()
+        torch._dynamo.callback_handler.register_start_callback(started)
+        seen = torch.compile(lambda y: y.sum() * 2, backend="eager")(read)
+        torch._dynamo.callback_handler.remove_start_callback(started)
+        assert torch.equal(seen, (plain.blocks[0].up.weight.grad if reads else x).sum() * 2)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    numbers = [[state["mu_product"] for state in optimizer.state.values()] for optimizer in optimizers]
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: model.emb.weight.sum(),
+        lambda model: model.emb.weight.data.sum(),
+        lambda model: sum(p.detach().sum() for p in model.parameters()),
+        lambda model: model.blocks[0].up.bias.detach().mul_(0.9).sum(),
+        lambda model: model.emb.weight.grad.mul_(0.5).norm(),
+    ],
+    ids=["parameter", "data", "all", "write", "gradient"],
+)
+def test_compiled_code_reads_weights_between_steps(read):
+    def steps(run, model):
+        optimizer, seen = run.adamw(model.parameters()), []
+        compiled = torch.compile(read, backend="eager")
+        for i in range(3):
+            model(run.x(i)).square().mean().backward()
+            optimizer.step()
+            seen.append(compiled(model).detach())
+        return seen
+
+    torch._dynamo.reset()
+    check(Program(steps, Net), "cpu")
 
 
 class Around(torch.optim.Optimizer):
