@@ -358,6 +358,21 @@ def test_a_weight_that_gets_another_type_or_shape_is_an_error(device, other, mon
         assert net[0].weight.dtype is torch.float32 and net[0].weight.shape == (5, 5)
 
 
+def test_an_average_of_weights_takes_the_hosts_formula(device):
+    """Without `avg_fn`, torch has one formula for averages on the host and another for a GPU's."""
+    net = blocks()
+    with streamed(net, device):
+        average = torch.optim.swa_utils.AveragedModel(net)
+        average.update_parameters(net)
+        expected = [p.detach().clone() for p in net.parameters()]
+        assert list(training()(net, device))
+        for mean, p in zip(expected, net.parameters(), strict=True):
+            assert not torch.equal(mean, p)
+            mean.copy_(mean + (p.detach() - mean) / torch.tensor(2))
+        average.update_parameters(net)
+        assert all(map(torch.equal, expected, average.module.parameters()))
+
+
 # --- Precision, and kernels that read weights otherwise
 
 

@@ -333,7 +333,9 @@ def cannot_be_copied(program: Program) -> bool:
 
 @feature("keep: SWA", OUTSIDE, ranks=False, unless=lambda p: cannot_be_copied(p) or p.does("weight: "))
 def keep_swa(scene: Scene, at: int) -> None:
-    averaged = scene.kept.get("swa") or torch.optim.swa_utils.AveragedModel(scene.net, device=scene.device)
+    averaged = scene.kept.get("swa") or torch.optim.swa_utils.AveragedModel(
+        scene.net, device=scene.device, avg_fn=torch.optim.swa_utils.get_swa_avg_fn()
+    )  # by itself it chooses a formula by the device of the weights
     averaged.update_parameters(scene.net)
     scene.kept["swa"] = averaged
     scene.see("SWA", dict(averaged.named_parameters()))
