@@ -33,7 +33,7 @@ from .compiled import say_torch_steps
 from .half_applied import EarlySteps, Outcome, check_step, note_loaded, refuse_later_steps
 from .slices import COUNTS, SlicedOptimizer, counts_on_device, names_by_weight, shadow_of, steps_by_weight
 from .state import WaitingState
-from .unit_steps import UnitSteps
+from .unit_steps import OptimizerStep, UnitSteps
 
 
 class Steps(UnitSteps):
@@ -45,9 +45,7 @@ class Steps(UnitSteps):
         self._units: dict[Unit, None] = {}
         self._adopted: weakref.WeakKeyDictionary[optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()  # and hooks
         self.early: optim.Optimizer | None = None  # the optimizer that steps beside this backward
-        # Groups of its weights, and its options, as the first step beside backward finds them.
-        self._early_groups: dict[int, int] = {}
-        self._early_sliced: Any = None
+        self._early_step: Any = None  # the OptimizerStep of this backward, as the first of its units finds it
         self._early_steps = EarlySteps()
         self.has_stepped = True  # whether a step of the user's came since the handle looked
         self.chose_residents = False  # whether the user asked for resident units
@@ -222,7 +220,7 @@ class Steps(UnitSteps):
             if self.chose_residents and not self._makes_trips:
                 streamed = {groups[id(weight)] for unit in work if not unit.is_resident for weight in work[unit]}
                 self._check_bits(optimizer, sliced, streamed)
-            self._step_units(work, sliced, groups, state)
+            self._step_units(OptimizerStep(sliced, groups, state, Outcome()), work)
         self._early_steps.end(optimizer)
 
     def _check_bits(self, optimizer: optim.Optimizer, sliced: SlicedOptimizer, groups: set[int]) -> None:
@@ -234,32 +232,30 @@ class Steps(UnitSteps):
                 " resident=0"
             )
 
-    def _step_units(
-        self, work: dict[Unit, list[Weight]], step: SlicedOptimizer, groups: dict[int, int], state: Any
-    ) -> None:
+    def _step_units(self, step: OptimizerStep, work: dict[Unit, list[Weight]]) -> None:
         """Step resident units, raising their errors, and then start the steps of the others on the thread."""
         for unit in work:
             if unit.spill is not None:  # raises for a gradient missing after a failed write, before any step
-                for _, grad, _ in self._noted_work(work[unit], groups):
+                for _, grad, _ in self._noted_work(work[unit], step.groups):
                     if isinstance(grad, GradientBytes):
                         grad.arrived.synchronize()
-        outcome, where = Outcome(), ""
+        where = ""
         self._counters.held_steps += self._overlap and not all(unit.is_resident for unit in work)
         try:
             for unit in sorted(work, key=lambda unit: (not unit.is_resident, unit.index)):
                 where = unit.name
                 if unit.is_resident:
-                    self._step_on_device(unit, work[unit], step, groups, state, outcome)
+                    self._step_on_device(step, unit, work[unit])
                 else:
-                    self._submit(unit, work[unit], step, groups, state, outcome)
+                    self._submit(step, unit, work[unit])
                     unit.window.drop(unit)
             awaited, self._awaited = self._awaited, []
             for unit in awaited:
                 unit.wait_step()
         except BaseException as error:  # of a resident unit, or an interrupt: units that have not begun are skipped
-            outcome.error = outcome.error or error
+            step.outcome.error = step.outcome.error or error
             self.wait_thread()
-            outcome.failed(step.user, where, error)
+            step.outcome.failed(step.sliced.user, where, error)
             raise
 
     def _after(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -307,17 +303,17 @@ class Steps(UnitSteps):
     def _step_early(self, optimizer: optim.Optimizer, unit: Unit, whose: list[Weight]) -> None:
         """Start a unit's step beside backward, unless the user assigned a gradient of its weights."""
         if not self._early_steps.stepped:  # first unit of this backward: the groups may have changed
-            self._early_groups = self._groups(optimizer)
-            self._early_sliced = SlicedOptimizer(optimizer, self._device, not self._makes_trips)
+            sliced = SlicedOptimizer(optimizer, self._device, not self._makes_trips)
+            outcome = self._early_steps.outcome
+            self._early_step = OptimizerStep(sliced, self._groups(optimizer), optimizer.state, outcome)
             self._reserve_state(optimizer)
-        groups = self._early_groups
-        mine = [weight for weight in whose if id(weight) in groups]
+        mine = [weight for weight in whose if id(weight) in self._early_step.groups]
         others = [weight for weight in mine if not isinstance(grad_of(weight.host), HostGradient)]
         if mine and not others:
             self._early_steps.mark(optimizer, mine)
             unit.is_final = True
             self._counters.stepped_ahead += len(mine)
-            self._submit(unit, mine, self._early_sliced, groups, optimizer.state, self._early_steps.outcome)
+            self._submit(self._early_step, unit, mine)
 
     def backward_ended(self) -> None:
         """Evict units that were stepped beside the backward: the device has their old weights."""

@@ -7,8 +7,10 @@ host, or by trips to the device (places.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +27,16 @@ from .filed import FiledSteps
 from .half_applied import Outcome
 from .places import ByTrips, OnDevice, OnHost, Place
 from .slices import SlicedOptimizer, StepWork
+
+
+@dataclass(eq=False, frozen=True)
+class OptimizerStep:
+    """One step of an optimizer, of which each unit has a part."""
+
+    sliced: SlicedOptimizer
+    groups: dict[int, int]  # indices of the optimizer's groups, by the id of the weight
+    state: Any  # the optimizer's
+    outcome: Outcome
 
 
 class UnitSteps:
@@ -65,33 +77,13 @@ class UnitSteps:
             grad.wait_added()
         return noted
 
-    def _submit(
-        self,
-        unit: Unit,
-        whose: list[Weight],
-        sliced: SlicedOptimizer,
-        groups: dict[int, int],
-        state: Any,
-        outcome: Outcome,
-    ) -> None:
+    def _submit(self, step: OptimizerStep, unit: Unit, whose: list[Weight]) -> None:
         """Start a unit's step, which is skipped if an error has ended the step of an earlier unit."""
-        work = self._noted_work(whose, groups)
-        before = unit.steps.last  # another optimizer's step
-
-        def step() -> None:
-            """Step the unit after another optimizer's step of it, and after the sums of its gradients."""
-            if before is not None:
-                before.result()  # raises the error of a step that nothing has waited for
-            self._wait_added(work)
-            self._step(unit, work, sliced, state)
-
-        def run() -> None:
-            """Run the unit's step on the thread."""
-            self._run(unit, whose, sliced, outcome, step)
-
+        work = self._noted_work(whose, step.groups)
+        run = functools.partial(self._run, step, unit, work, unit.steps.last)  # the last is another optimizer's
         for weight in whose:
             weight.edits += 1
-        future: Future[None] = unit.begin_step(lambda: self._start(unit, whose, run, sliced.user))
+        future: Future[None] = unit.begin_step(lambda: self._start(unit, whose, run, step.sliced.user))
         is_watched = True
         for _, grad, _ in work:
             if isinstance(grad, GradientBytes):
@@ -99,7 +91,7 @@ class UnitSteps:
                 is_watched = is_watched and not grad.is_exposed
             else:
                 is_watched = False
-        if not is_watched or unit.is_exposed or sliced.makes_numbers(whose, state):
+        if not is_watched or unit.is_exposed or step.sliced.makes_numbers(whose, step.state):
             self._awaited.append(unit)  # reads of arrays and of the user's gradients cannot wait
 
     def _start(
@@ -125,42 +117,39 @@ class UnitSteps:
             for part, own in parts:
                 sliced.step(part, own, self._place)
 
-    def _run(
-        self, unit: Unit, whose: list[Weight], sliced: SlicedOptimizer, outcome: Outcome, step: Callable[[], None]
-    ) -> None:
-        """Run a unit's ``step`` and note its error; skip it if an earlier unit's step failed. Runs on the thread."""
+    def _run(self, step: OptimizerStep, unit: Unit, work: list[StepWork], before: Future[None] | None) -> None:
+        """Step a unit after another optimizer's step of it, and after the sums of its gradients; note an error.
+
+        Skipped if an earlier unit's step failed. Runs on the thread.
+        """
+        outcome, sliced = step.outcome, step.sliced
         if outcome.error is not None:
             return
-        before = [weight.value._version for weight in whose]
+        versions = [item.weight.value._version for item in work]
         with torch.no_grad(), without_dispatch(), self._counters.record("optimizer", unit.name, "step"):
             try:
                 unit.wait_copy()
-                step()
+                if before is not None:
+                    before.result()  # raises the error of a step that nothing has waited for
+                self._wait_added(work)
+                self._step(unit, work, sliced, step.state)
                 outcome.has_changed = True
             except BaseException as error:
-                has_moved = before != [weight.value._version for weight in whose]
+                has_moved = versions != [item.weight.value._version for item in work]
                 outcome.has_changed = outcome.has_changed or sliced.has_written or has_moved
                 outcome.failed(sliced.user, unit.name, error)
                 raise
 
-    def _step_on_device(
-        self,
-        unit: Unit,
-        whose: list[Weight],
-        sliced: SlicedOptimizer,
-        groups: dict[int, int],
-        state: Any,
-        outcome: Outcome,
-    ) -> None:
+    def _step_on_device(self, step: OptimizerStep, unit: Unit, whose: list[Weight]) -> None:
         """Step a resident unit's weights on the caller's stream, and note that the host's bytes are older."""
-        work = self._noted_work(whose, groups)
+        work = self._noted_work(whose, step.groups)
         noted = self._wait_added(work)
         unit.show()
         before = [weight.there._version for weight in whose]
         is_done = False
         try:
             with torch.no_grad():
-                sliced.step(work, state, self._residents)
+                step.sliced.step(work, step.state, self._residents)
             is_done = True
             read = unit.device.current_stream().record_event()
             for grad in noted:
@@ -171,4 +160,4 @@ class UnitSteps:
             if is_done or before != [weight.there._version for weight in whose]:
                 for weight in whose:
                     unit.keep_write(weight)
-                outcome.has_changed = True
+                step.outcome.has_changed = True

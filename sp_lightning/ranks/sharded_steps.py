@@ -29,9 +29,10 @@ from ..compat.tensors import is_dtensor
 from ..errors import UnsupportedError
 from ..host.device import Device, aligned
 from ..optim.filed import SliceState, is_shaped, ranged
-from ..optim.half_applied import Outcome, mark
+from ..optim.half_applied import mark
 from ..optim.slices import ELEMENTWISE, SlicedOptimizer, StepWork, steps_by_weight
 from ..optim.steps import Steps
+from ..optim.unit_steps import OptimizerStep
 from ..store.store import Store
 from ..stream.host_gradient import GradientBytes
 from ..stream.leaf import Weight
@@ -120,20 +121,18 @@ class SharedSteps(Steps):
                     self._slabs.drop_edits(weight.wire)
         self._states[unit].show_truth()
 
-    def _step_units(self, work: Any, step: SlicedOptimizer, *args: Any) -> None:
+    def _step_units(self, step: OptimizerStep, work: Any) -> None:
         """Step resident units and start the steps of the others; tell the other ranks if that fails."""
-        with self._noting_failure(step.user, "a unit on the device"):  # others wait for steps that did not begin here
-            super()._step_units(work, step, *args)
+        with self._noting_failure(step.sliced.user, "a unit on the device"):  # others wait for steps not begun here
+            super()._step_units(step, work)
 
-    def _submit(
-        self, unit: Unit, whose: list[Weight], sliced: SlicedOptimizer, groups: Any, state: Any, outcome: Outcome
-    ) -> None:
+    def _submit(self, step: OptimizerStep, unit: Unit, whose: list[Weight]) -> None:
         """Start a unit's step; copy state tensors that the user took out first, as the step overwrites their memory."""
         if unit.is_edited():
             self._edited.add(unit)
         for weight in whose:
-            self._states[unit].detach_taken(weight, sliced.user, state.peek(weight.host) or {})
-        super()._submit(unit, whose, sliced, groups, state, outcome)
+            self._states[unit].detach_taken(weight, step.sliced.user, step.state.peek(weight.host) or {})
+        super()._submit(step, unit, whose)
 
     def _step(self, unit: Unit, work: list[StepWork], sliced: SlicedOptimizer, state: Any) -> None:
         """Step this rank's parts of a unit's weights, or whole weights where there are no parts. Runs on the thread."""
