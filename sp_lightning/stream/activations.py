@@ -24,11 +24,44 @@ from ..compat.torch import storage_id, top_hooks
 from ..errors import ExactnessError
 from ..host.device import Arrival, Device, Ring, dense_strides
 from .leaf import NO_CONTEXT, Weight, stepped_already, written_between
-from .recompute import Kept, Recompute, written_error
 from .residency import shown
 
 SMALLEST = 1 << 10  # bytes; less is not worth a copy
 UNPACK: Callable[[Any], Tensor] = operator.methodcaller("get")  # `get` of the object that `pack` returned
+
+
+class Kept:
+    """A saved tensor that stays where it is. `detach` shares its version, so writes are found as in a plain run."""
+
+    __slots__ = ("_now", "_shape", "_version", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor.detach()
+        self._shape = tensor.shape
+        self._version = self._now = tensor._version
+
+    def release(self) -> Tensor:
+        """Drop the reference to the tensor, of which another form is kept from here on, and return the tensor."""
+        assert self.tensor is not None
+        tensor, self.tensor = self.tensor, None
+        self._now = tensor._version
+        return tensor
+
+    @never_compiled_hook
+    def get(self) -> Any:
+        """Return the tensor; raise torch's own error if it was written in place since, or until `release`."""
+        now = self._now if self.tensor is None else self.tensor._version
+        if now != self._version:
+            raise written_error(now, self._version, self._shape)
+        return self.tensor
+
+
+def written_error(version: int, expected: int, shape: torch.Size) -> RuntimeError:
+    """Make torch's own error for a saved tensor, of this shape, that was written in place before backward."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of"
+        f" shape {list(shape)} is at version {version}; expected version {expected} instead"
+    )
 
 
 class SavedWeight:
@@ -105,7 +138,7 @@ class Trip:
         self._ring = ring
         if self._saved:
             moved = list(self._saved.values())
-            sources = [one.source.release() for one in moved]
+            sources = [one.release() for one in moved]
             for source in sources if self._is_on_others else ():
                 self._device.keep_for(source, self._device.down)  # it may be allocated on any stream
             ring.hold(sources, [one.went_down for one in moved], self._stream)
@@ -147,38 +180,14 @@ class Trip:
             self._wait_arrivals(self._stream)  # the graph was dropped: the memory goes back to its pool
 
 
-class Source:
-    """A tensor that was saved in another place: itself until the forward is over, and then whether that wrote to it."""
-
-    __slots__ = ("_expected", "_shape", "_version", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor.detach()
-        self._shape = tensor.shape
-        self._expected = self._version = tensor._version
-
-    def release(self) -> Tensor:
-        """Drop the reference to the tensor at the end of the forward, and return the tensor."""
-        assert self.tensor is not None
-        tensor, self.tensor = self.tensor, None
-        self._version = tensor._version
-        return tensor
-
-    def check(self) -> None:
-        """Raise torch's own error if the tensor was written in place after it was saved."""
-        version = self._version if self.tensor is None else self.tensor._version
-        if version != self._expected:
-            raise written_error(version, self._expected, self._shape)
-
-
-class Moved:
+class Moved(Kept):
     """A saved tensor that is in host memory between forward and backward; making the object starts the copy there."""
 
-    __slots__ = ("_device", "_form", "_here", "_there", "_trip", "source", "went_down")
+    __slots__ = ("_device", "_form", "_here", "_there", "_trip", "went_down")
 
     def __init__(self, trip: Trip, tensor: Tensor, device: Device, here: Any) -> None:
+        super().__init__(tensor)  # until the forward ends: its address is a key in its trip
         self._trip, self._device = trip, device
-        self.source = Source(tensor)  # its address is a key in its trip
         self._form = tensor.shape, tensor.stride(), tensor.dtype
         self._here: Tensor | None = device.passing(tensor.nbytes)
         self._there: Tensor | None = None
@@ -196,11 +205,10 @@ class Moved:
         return there, arrival
 
     @never_compiled_hook
-    def get(self) -> Tensor:
+    def get(self) -> Any:
         """Fetch the unit's saved tensors, and return this one; raise torch's own error if it was written in place."""
-        self.source.check()
-        if self.source.tensor is not None:
-            return self.source.tensor  # the forward is under way, and a backward inside of it
+        if super().get() is not None:
+            return self.tensor  # the forward is under way, and a backward inside of it
         self._trip.fetch()
         assert self._there is not None
         self._trip.wait(self._there)
@@ -208,21 +216,21 @@ class Moved:
         return self._there.view(dtype).as_strided(shape, stride)
 
 
-class Handed:
+class Handed(Kept):
     """A saved tensor that outer hooks packed, such as a checkpoint's."""
 
-    __slots__ = ("packed", "policy", "source", "unpack")
+    __slots__ = ("packed", "policy", "unpack")
 
     def __init__(self, tensor: Tensor, hooks: Any, policy: Activations) -> None:
         self.packed, self.unpack, self.policy = hooks[0](tensor), hooks[1], policy
-        self.source = Source(tensor)
+        super().__init__(tensor)
 
     @never_compiled_hook
-    def get(self) -> Tensor:
+    def get(self) -> Any:
         """Unpack the tensor by the outer hooks; if a second run of a unit's forward differed, name the unit."""
-        self.source.check()
+        super().get()
         try:
-            return self.unpack(self.packed)  # type: ignore[no-any-return]
+            return self.unpack(self.packed)
         except CheckpointError as error:
             if not self.policy.repeated:
                 raise  # the error is that of a checkpoint of the user's
@@ -236,11 +244,11 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """The saved-tensor hooks under which a unit runs: weights become references, the rest follows the policy."""
 
     unpack_hook = staticmethod(UNPACK)
-    outer: Any = None  # hooks of other code, which get all tensors but weights
 
-    def __init__(self, policy: Activations, trip: Trip | None = None) -> None:
+    def __init__(self, policy: Activations, trip: Trip | None = None, outer: Any = None) -> None:
         self._policy, self._trip = policy, trip
-        self._handed: list[Source] = []  # of the tensors that went to outer hooks
+        self.outer = outer  # hooks of other code, which get all tensors but weights
+        self._handed: list[Handed] = []  # tensors that went to them
 
     @never_compiled_hook
     def pack_hook(self, tensor: Tensor) -> Any:
@@ -257,7 +265,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                 return SavedWeight(tensor, weight)
         if self.outer is not None:
             handed = Handed(tensor, self.outer, self._policy)
-            self._handed.append(handed.source)
+            self._handed.append(handed)
             return handed
         if self._trip is not None and self._policy.moves(tensor):
             return self._trip.add(tensor)
@@ -274,14 +282,10 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 class SavedInside(SavedTensors):
     """The same hooks inside of hooks of other code, for one call."""
 
-    def __init__(self, policy: Activations, outer: Any) -> None:
-        super().__init__(policy)
-        self.outer = outer
-
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        for source in self._handed:
-            source.release()
+        for handed in self._handed:
+            handed.release()
         self._handed.clear()
 
 
@@ -303,7 +307,8 @@ class Activations:
         top = top_hooks(False)
         if top is None:
             return self._hooks
-        return NO_CONTEXT if isinstance(getattr(top[0], "__self__", None), SavedTensors) else SavedInside(self, top)
+        is_ours = isinstance(getattr(top[0], "__self__", None), SavedTensors)
+        return NO_CONTEXT if is_ours else SavedInside(self, outer=top)
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether a saved tensor is offloaded: it is on the device, large enough, and has no gaps or overlaps."""
@@ -318,8 +323,11 @@ class Activations:
             and tensor.stride() == dense_strides(tensor)
         )
 
-    def run(self, recompute: Recompute, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a unit's forward with offloading or recomputation; inside of a checkpoint of the user's with neither."""
+    def run(self, repeat: Callable[..., Any], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a unit's forward with offloading, and by ``repeat`` if it is recomputed.
+
+        Inside of a checkpoint of the user's, with neither.
+        """
         if not (self.recomputes or self.offloads):
             return call(*args, **kwargs)
         top = top_hooks(False)
@@ -327,16 +335,12 @@ class Activations:
         if (ours.outer if isinstance(ours, SavedTensors) else top) is not None:  # inside a checkpoint of the user's
             return call(*args, **kwargs)  # which saves or repeats the unit's tensors itself
         if not self.offloads:
-            return recompute.run(call, args, kwargs, Kept, self)
+            return repeat(call, args, kwargs, Kept, self)
         trip = Trip(self.device, self._last)
         self._last = weakref.ref(trip)
         hooks = SavedTensors(self, trip)
         try:
             with hooks:
-                return (
-                    recompute.run(call, args, kwargs, hooks.pack_hook, self)
-                    if self.recomputes
-                    else call(*args, **kwargs)
-                )
+                return repeat(call, args, kwargs, hooks.pack_hook, self) if self.recomputes else call(*args, **kwargs)
         finally:
             trip.close(self.ring)

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..compat.dynamo import never_compiled_hook
 from ..compat.torch import without_dispatch
 from ..errors import ExactnessError
-from .lazy import requires_grad_of, version_of
+from .activations import Kept
+from .lazy import requires_grad_of
 
 # Classes that `copied` does not copy: values that do not change, modules, to whose buffers `Recompute` finds writes,
 # and functions.
@@ -76,31 +76,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def written_error(version: int, expected: int, shape: torch.Size) -> RuntimeError:
-    """Make torch's own error for a saved tensor, of this shape, that was written in place before backward."""
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of"
-        f" shape {list(shape)} is at version {version}; expected version {expected} instead"
-    )
-
-
-class Kept:
-    """A saved tensor that stays where it is. `detach` shares its version, so writes are found as in a plain run."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.version = -1 if tensor.is_inference() else tensor._version  # a tensor of inference mode has none
-
-    @never_compiled_hook
-    def get(self) -> Tensor:
-        """Return the tensor; raise torch's own error if it was written in place since."""
-        if self.version >= 0 and self.tensor._version != self.version:
-            raise written_error(self.tensor._version, self.version, self.tensor.shape)
-        return self.tensor
-
-
 class Before:
     """A tensor that a forward finds among its arguments or buffers, with a clone of its values if ``is_cloned``."""
 
@@ -108,13 +83,13 @@ class Before:
 
     def __init__(self, tensor: Tensor, is_cloned: bool) -> None:
         self.tensor: Any = tensor
-        self._version, self._requires_grad = version_of(tensor), tensor.requires_grad
+        self._version, self._requires_grad = tensor._version, tensor.requires_grad
         self.clone = tensor.detach().clone() if is_cloned else None
 
     @property
     def was_written(self) -> bool:
         """Whether the forward wrote to the tensor, as its version shows."""
-        return version_of(self.tensor) != self._version
+        return bool(self.tensor._version != self._version)
 
     @property
     def has_other_values(self) -> bool:
@@ -156,8 +131,11 @@ class Recompute:
         places = {id(value): place for place, value in (*enumerate(args), *kwargs.items())}
 
         def note(tensor: Tensor) -> Any:
-            """Note a tensor among the arguments, by its place or, inside of one, a number; a parameter is passed on."""
-            if isinstance(tensor, nn.Parameter):
+            """Note a tensor among the arguments, by its place or, inside of one, a number.
+
+            A parameter is passed on, and a tensor of inference mode, which has no version and is not written.
+            """
+            if isinstance(tensor, nn.Parameter) or tensor.is_inference():
                 return tensor
             is_direct = id(tensor) in places
             key = is_direct, places.get(id(tensor), len(arguments))
@@ -167,7 +145,7 @@ class Recompute:
         buffers: dict[Any, Before] = {}
         for module in self._module.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None:
+                if buffer is not None and not buffer.is_inference():
                     self._note(buffers, (module, name), buffer, True)
         with without_dispatch():
             params = [p for module in self._module.modules() for p in module._parameters.values() if p is not None]

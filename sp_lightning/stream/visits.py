@@ -49,7 +49,7 @@ class Visit:
         self.units: list[Unit] = []
         self.asked: list[Unit] = []  # units of modules inside, whose weights this module reads in evaluation
         self.contains_others = False  # whether modules inside have weights of other units
-        self._recompute = Recompute(module, name, self._policy.device.torch_device)
+        self._repeat = Recompute(module, name, self._policy.device.torch_device).run
         self.take_slot()
 
     def take_slot(self) -> None:
@@ -101,7 +101,7 @@ class Visit:
         visit = functools.partial(self._run_bound, call, lends)
         with scope:
             if self._is_entry and not self.units[0].depth and torch.is_grad_enabled():
-                return self._policy.run(self._recompute, visit, args, kwargs)
+                return self._policy.run(self._repeat, visit, args, kwargs)
             return visit(*args, **kwargs)
 
     def _moved_to_device(self, arguments: Any) -> Any:

@@ -102,6 +102,29 @@ def test_a_written_argument_is_put_back_where_later_calls_get_more_tensors(activ
     check(make, run, device, activations=activations, units=["Masked"])
 
 
+class Shifted(models.Block):
+    """A block that adds an argument, or the first of a list."""
+
+    def forward(self, x, shift):
+        return super().forward(x) + (shift[0] if isinstance(shift, list) else shift)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+def test_a_second_run_gets_arguments_of_inference_mode(activations, device):
+    def run(net, device):
+        with torch.inference_mode():
+            shift = torch.ones(64, models.WIDTH, device=device)
+        for given in (shift, [shift]):
+            x = torch.linspace(-1, 1, 64 * models.WIDTH, device=device).view(64, models.WIDTH)
+            for block in net:
+                x = block(x, given)
+            x.square().sum().backward()
+            yield x, [p.grad for p in net.parameters()]
+
+    make = lambda: nn.ModuleList(Shifted() for _ in range(3))  # noqa: E731
+    check(make, run, device, activations=activations, units=["Shifted"])
+
+
 FROZEN = {
     "a unit": (["blocks.1"], []),
     "a layer of a unit": (["blocks.1.up"], ["blocks.2.up"]),
