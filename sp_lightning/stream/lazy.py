@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -113,18 +113,13 @@ def found_in(values: Iterable[Any], kind: Any) -> list[Any]:
 
 
 def replaced(value: Any, kind: Any, replace: Callable[[Any], Any]) -> Any:
-    """Replace the objects of a class in a value, and in lists, tuples and dicts inside of it."""
-    return substituted([value], kind, map(replace, found_in([value], kind)))[0]
-
-
-def substituted(value: Any, kind: Any, given: Iterator[Any]) -> Any:
-    """Put the given objects in the places of those of a class in a list, tuple or dict, in the order of `found_in`."""
+    """Replace the objects of a class in a list, tuple or dict, and in those inside of it, in their order."""
     if isinstance(value, dict):
-        return dict(zip(value, substituted(list(value.values()), kind, given), strict=True))
+        return dict(zip(value, replaced(list(value.values()), kind, replace), strict=True))
     items = [
-        next(given)
+        replace(item)
         if isinstance(item, kind)
-        else substituted(item, kind, given)
+        else replaced(item, kind, replace)
         if isinstance(item, (list, tuple, dict))
         else item
         for item in value

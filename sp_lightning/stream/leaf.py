@@ -12,7 +12,7 @@ backward is that of the cast; any other function gets the weight in its own type
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from ..compat.dynamo import compilation, never_compiled_hook
 from ..compat.torch import at_end_of_backward, graph_task, storage_id, without_dispatch
 from ..errors import ExactnessError, UnsupportedError
 from ..host.device import dense_strides
-from .lazy import METADATA, Lazy, data_of, found_in, replaced, set_data, substituted, version_of
+from .lazy import METADATA, Lazy, data_of, replaced, set_data, version_of
 
 Slot: TypeAlias = tuple[dict[str, Any], str]  # where a module registers a parameter: `_parameters`, and its name
 
@@ -396,26 +396,28 @@ def note_views(weight: Weight, result: Any, given: Tensor) -> None:
 @never_compiled_hook
 def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that gets leaves and views, with their units on the device, and keep its writes to weights."""
-    found = found_in([*args, *kwargs.values()], LEAVES)
-    units = []
-    for one in found:
-        if one.needs_visit and one.weight.unit not in units:
-            units.append(one.weight.unit)
-    given: list[Tensor] = []  # what the function gets for each
-    written: dict[int, tuple[Any, Tensor, int]] = {}  # what it may write for each, with versions of before
-    with using(units) if units else NO_CONTEXT:
-        for one in found:
+    written: dict[int, tuple[Any, Tensor, int]] = {}  # what the function may write for each, with versions of before
+    units: list[Any] = []
+    with ExitStack() as held:
+
+        def give(one: Any) -> Any:
+            """Return what the function gets in an argument's place: units of leaves and views are on the device."""
+            if not isinstance(one, LEAVES):
+                return replaced(one, LEAVES, give) if isinstance(one, (list, tuple, dict)) else one
             if id(one) in written:  # it is among the arguments twice
-                given.append(written[id(one)][1])
-                continue
-            if one.weight.is_stepped_early and one.weight.unit.is_past_step:
-                raise stepped_already(one.weight.name)
-            given.append(one.given_to(func))
+                return written[id(one)][1]
+            weight = one.weight
+            if one.needs_visit and weight.unit not in units:
+                units.append(weight.unit)
+                held.enter_context(using([weight.unit]))
+            if weight.is_stepped_early and weight.unit.is_past_step:
+                raise stepped_already(weight.name)
+            given = one.given_to(func)
             if func not in CASTING:
-                written[id(one)] = one, given[-1], version_of(given[-1])
-        places = iter(given)
-        args = substituted(args, LEAVES, places)
-        result = func(*args, **(substituted(kwargs, LEAVES, places) if kwargs else {}))
+                written[id(one)] = one, given, version_of(given)
+            return given
+
+        result = func(*map(give, args), **dict(zip(kwargs, map(give, kwargs.values()), strict=True)))
         for one, made, version in written.values():
             if version_of(made) != version:
                 one.weight.keep_written(made)
@@ -427,9 +429,9 @@ def call_with_leaves(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def using(units: Sequence[Any]) -> Iterator[None]:
+def using(units: Iterable[Any]) -> Iterator[None]:
     """Keep units on the device in this context, each by the window of its own stream."""
-    with ExitStack() as stack:
-        for window in dict.fromkeys(unit.window for unit in units):
-            stack.enter_context(window.using([unit for unit in units if unit.window is window]))
+    with ExitStack() as held:
+        for unit in units:
+            held.enter_context(unit.window.using(unit))
         yield

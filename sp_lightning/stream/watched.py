@@ -194,8 +194,8 @@ class Alias(Watched, Tensor):
 
 def _differentiate(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Implement `torch.autograd.grad` for parameters among the inputs: gradients of leaves, passed through hooks."""
-    found = torch.autograd.grad(outputs, replaced(inputs, Tensor, edge_of), *args, **kwargs)
     params = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    found = torch.autograd.grad(outputs, replaced(params, Tensor, edge_of), *args, **kwargs)
     return tuple(
         through_hooks(param, grad) if grad is not None and id(param) in weights else grad
         for param, grad in zip(params, found, strict=True)

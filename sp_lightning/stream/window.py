@@ -92,9 +92,9 @@ class Window:
         self._wholes = [whole for unit in units for whole in unit.wholes]
 
     @contextlib.contextmanager
-    def using(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Visit units and keep them on the device meanwhile, under hooks that save their weights as references."""
-        mine = self.hold(units)
+    def using(self, unit: Unit) -> Iterator[None]:
+        """Visit a unit and keep it on the device meanwhile, under hooks that save its weights as references."""
+        mine = self.hold([unit])
         try:
             with self.policy.saving():
                 yield
