@@ -35,10 +35,9 @@ from .stream.held import HeldUnit, ResidentUnit
 from .stream.lazy import set_requires_grad
 from .stream.leaf import Weight, has_form_of
 from .stream.preparation import Cut, check_not_streamed, materialize, move_buffers, slots
-from .stream.shards import Sharded, drawing_on_mesh
 from .stream.unit import Unit
 from .stream.visits import Visit, Visits
-from .stream.wholes import Whole, WholeWeight
+from .stream.wholes import Sharded, Whole, WholeWeight, drawing_on_mesh
 from .stream.window import Window
 
 CHUNK = 1 << 18  # elements of a slice, which fit a core's cache

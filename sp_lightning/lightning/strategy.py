@@ -31,7 +31,7 @@ from ..optim.half_applied import why_refused
 from ..options import Options
 from ..ranks.watch import KEEPALIVE
 from ..stream.preparation import materialize, move_others
-from ..stream.shards import registering_on_host
+from ..stream.wholes import registering_on_host
 from . import master_weights as masters
 from .callback import SuperpipelineCallback
 from .names import (

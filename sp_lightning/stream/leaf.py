@@ -47,7 +47,7 @@ class Weight:
     there: Tensor  # the weight on the device: the leaf itself, or the tensor that is lent for it
     blank: Tensor  # data of the same form without bytes
     is_part = False  # whether it is one of the tensors that a weight of the user's consists of (WholeWeight)
-    is_shard = False  # whether the host's parameter is a DTensor (shards.py)
+    is_shard = False  # whether the host's parameter is a DTensor (wholes.py)
     form: tuple[torch.Size, tuple[int, ...], int]  # shape, strides and first element in the unit's bytes
     place: Any = None  # where in a file its bytes are (store.py); None: they are in memory
 
@@ -80,9 +80,16 @@ class Weight:
         """The tensor over the weight's host bytes: the parameter, or the local shard of a DTensor."""
         return self.host
 
-    def leaf_over(self, there: Tensor) -> Any:
-        """Make the leaf of a DTensor, over its shard's bytes on the device."""
-        raise NotImplementedError
+    def make_leaf(self) -> None:
+        """Make the leaf, over `blank` or, in autocast's cast, without bytes; its attributes are the parameter's."""
+        if self.is_lent:
+            self.there = self.blank.detach()
+            empty = torch.empty_like(self.value, device=self.blank.device, requires_grad=False)
+            empty.untyped_storage().resize_(0)
+            self.leaf = Narrow(empty, requires_grad=False)
+        else:
+            self.there = self.leaf = Absent(self.blank.detach(), requires_grad=False)
+        self.leaf.weight, self.leaf.__dict__ = self, self.host.__dict__
 
     def received(self, grad: Tensor) -> Tensor | None:
         """Return this rank's part of a DTensor's gradient; None if it was put into `.grad` already."""

@@ -27,9 +27,9 @@ from .lazy import (
     writes,
 )
 from .leaf import Weight, check_form, graph_after_close, using, weights
-from .shards import on_host
 from .unit import Unit
 from .watched import Watched, is_in_own_call, is_inside_step, sync_requires_grad
+from .wholes import on_host
 
 wholes: dict[int, Unit] = {}  # units of parameters that consist of several tensors, by the id of the parameter
 
@@ -103,7 +103,7 @@ class HostParameter(Watched, nn.Parameter):
 
 
 class HostShard(Watched):
-    """A mixin for streamed DTensors (shards.py), from which a class for each kind of DTensor is made."""
+    """A mixin for streamed DTensors (wholes.py), from which a class for each kind of DTensor is made."""
 
     plain_class: type
 

@@ -24,7 +24,7 @@ on the device.
 - Wholes: a frozen parameter that consists of several tensors (a quantised one, of any library) is a *whole*: its
   innermost tensors, its *parts*, are weights of the unit like others, which nothing else knows to belong together. None
   is trained, as no gradient comes back through a whole, or cast, and none shares its bytes with another weight. A
-  DTensor is a whole as well, trained or frozen: its only part is this process's shard (shards.py). It counts as the
+  DTensor is a whole as well, trained or frozen: its only part is this process's shard (wholes.py). It counts as the
   largest one on any rank: the ranks enter units together, so they cut their modules alike.
 
 With class names or a callable the chosen modules are the units, whole, and everything else is resident.
@@ -46,8 +46,7 @@ from torch.nn.parameter import is_lazy
 from ..compat.tensors import consists_of_tensors, is_dtensor
 from ..errors import PartitionError
 from ..host.device import aligned
-from .shards import Sharded
-from .wholes import Whole, whole_of
+from .wholes import Sharded, Whole, whole_of
 
 UnitSpec: TypeAlias = str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Module]]
 

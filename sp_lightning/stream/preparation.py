@@ -22,8 +22,8 @@ from ..options import Bytes, Options, format_bytes
 from . import parameters
 from .leaf import FUSED, Slot, Weight
 from .partition import FoundUnit, partition
-from .shards import Sharded, ShardWeight, bring_to_host, check_supported
-from .wholes import Part
+from .recompute import tensors_in
+from .wholes import Part, Sharded, ShardWeight, bring_to_host, check_supported
 
 CAST_IN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # modules that use their weights where autocast casts them
 COPIES = 4  # of a weight that trains: itself, its gradient, and state as AdamW has it
@@ -238,7 +238,7 @@ def pack_weights(module: nn.Module) -> None:
 def check_moves(module: nn.Module) -> None:
     """Raise for a weight whose class moves other tensors with it: only its own bytes would be on the device."""
     for name, parameter in module.named_parameters():
-        along = _tensors_in(vars(parameter)) if _moves_by_itself(parameter) else []
+        along = tensors_in(vars(parameter)) if _moves_by_itself(parameter) else []
         if any(one.device.type == "cpu" and not isinstance(one, nn.Parameter) for one in along):
             raise UnsupportedError(
                 f"{name} is a {type(parameter).__name__}, which takes other tensors along where it is moved, such as"
@@ -250,17 +250,6 @@ def check_moves(module: nn.Module) -> None:
 def _moves_by_itself(parameter: nn.Parameter) -> bool:
     """Whether a parameter's class overrides ``to``, and its values do not lie in several tensors."""
     return type(parameter).to is not Tensor.to and not consists_of_tensors(parameter)
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    """List the tensors in a value: in lists, tuples and dicts, and in attributes of objects among them."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        value = list(vars(value).values())
-    return [found for item in value for found in _tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def check_values(module: nn.Module) -> None:

@@ -86,7 +86,7 @@ class Residency:
             with without_dispatch():
                 for weight in self.weights:
                     if weight.is_part:  # a kept weight that consists of the part keeps the memory
-                        weight.there = weight.leaf = weight.blank.detach()  # type: ignore[assignment]
+                        weight.make_leaf()
                     else:
                         set_data(weight.there, weight.blank)
         self.state, self.flat = Presence.ABSENT, NO_BYTES

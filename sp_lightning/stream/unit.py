@@ -26,7 +26,7 @@ from ..host.room import UnitNumbers
 from ..host.telemetry import NOT_RECORDED
 from ..store.store import FiledWeights
 from .lazy import data_of, requires_grad_of, set_requires_grad, stored_version, version_of
-from .leaf import Absent, Leaf, Narrow, Weight, stepped_already
+from .leaf import Absent, Leaf, Weight, stepped_already
 from .residency import NO_BYTES, Presence, Residency
 from .wholes import WholeWeight
 
@@ -130,12 +130,10 @@ class Unit:
             at += aligned(weight.nbytes)
         blank.untyped_storage().resize_(0)
         self.memory = Residency(device, weights, self.nbytes)
-        self._hosts: list[Any] = [weight.host for weight in weights]
-        self._note_leaves()
+        self._note_tensors()
         self._dispatching: list[Any] = [leaf for leaf in self._leaves if type(leaf) is Absent]  # absent outside calls
         # DTensor parameters, by their index in the list of weights.
         self.sharded = [(index, weight.host) for index, weight in enumerate(weights) if weight.is_shard]
-        self._values = [weight.value for weight in weights]
         self.note_slots()
 
     # ---- making
@@ -153,22 +151,7 @@ class Unit:
             weight.form = weight.wire.shape, weight.wire.stride(), weight.at // weight.dtype.itemsize
             empty = torch.empty(0, dtype=weight.dtype, device=blank.device)  # with a version of its own
             weight.blank = empty.set_(blank.untyped_storage(), weight.form[2], *weight.form[:2])
-            if weight.is_lent:
-                weight.there = weight.blank.detach()
-                weight.leaf = Narrow(_without_bytes(weight.value, self.device.torch_device), requires_grad=False)
-            elif weight.is_shard:
-                weight.there = weight.blank.detach()
-                weight.leaf = weight.leaf_over(weight.there)
-                weight.leaf.__dict__ = weight.host.__dict__
-                return
-            elif weight.is_part:
-                # A plain tensor, of which the quantised weight is rebuilt on the device.
-                weight.there = weight.leaf = weight.blank.detach()  # type: ignore[assignment]
-                return
-            else:
-                weight.there = weight.leaf = Absent(weight.blank.detach(), requires_grad=False)
-        weight.leaf.weight = weight
-        weight.leaf.__dict__ = weight.host.__dict__  # attributes set on the leaf are the parameter's
+            weight.make_leaf()
 
     def _take_bytes(self, weight: Weight) -> None:
         """Copy a parameter's bytes into the slab in the type that travels, and set the weight's host tensors.
@@ -197,12 +180,13 @@ class Unit:
             set_requires_grad(weight.leaf, host.requires_grad)
         weight.leaf.__dict__ = host.__dict__
         weight.shown = weight.value._version
-        self._hosts = [each.host for each in self.weights]
-        self._values = [each.value for each in self.weights]
+        self._note_tensors()
         self.epoch += 1
 
-    def _note_leaves(self) -> None:
-        """List the leaves, and the tensors whose versions show writes on the device."""
+    def _note_tensors(self) -> None:
+        """List parameters, host bytes and leaves, and the tensors whose versions show writes on the device."""
+        self._hosts: list[Any] = [weight.host for weight in self.weights]
+        self._values = [weight.value for weight in self.weights]
         self._leaves: list[Any] = [weight.leaf for weight in self.weights]
         self._there = [weight.leaf if weight.is_shard else weight.there for weight in self.weights]
 
@@ -302,7 +286,7 @@ class Unit:
         if self.depth:
             self._set_class(Absent)
         if self.wholes:
-            self._note_leaves()  # parts got new leaves: code that kept the old ones keeps the memory
+            self._note_tensors()  # parts got new leaves: code that kept the old ones keeps the memory
 
     # ---- on the host
 
@@ -430,10 +414,3 @@ def have_other_bytes(*alike: Tensor) -> bool:
     """Whether two tensors of one form, without gaps, have other bytes. Blocks."""
     one, other = (tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in alike)
     return not torch.equal(one, other)
-
-
-def _without_bytes(like: Tensor, device: torch.device) -> Tensor:
-    """Make a tensor on the device with the shape and strides of another, and an empty storage."""
-    empty = torch.empty_like(like, device=device, requires_grad=False)
-    empty.untyped_storage().resize_(0)
-    return empty

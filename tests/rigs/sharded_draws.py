@@ -16,7 +16,7 @@ import torch.distributed.tensor._random as dtensor_random
 from torch import Tensor, nn
 
 import sp_lightning
-from sp_lightning.stream.shards import registering_on_host
+from sp_lightning.stream.wholes import registering_on_host
 
 
 class Draws(dtensor_random.OffsetBasedRNGTracker):
