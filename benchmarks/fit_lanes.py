@@ -21,9 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sp_lightning.plan.machines import REACHED, Machine, Reached
-from sp_lightning.plan.step import step_time
-from sp_lightning.plan.trace import Work
+from sp_lightning.plan.machines import REACHED, Machine, Reached, Work, step_time
 
 RESULTS = pathlib.Path(__file__).with_name("results")
 FITTED = "matrix", "step"

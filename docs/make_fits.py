@@ -15,8 +15,9 @@ from typing import Any
 
 from sp_lightning.host.machine import headroom
 from sp_lightning.options import Options
-from sp_lightning.plan import Job, listed
+from sp_lightning.plan import Job
 from sp_lightning.plan.machines import GIB, MACHINES
+from sp_lightning.plan.model import batch_of, kind_of, made, made_with_adapters
 from sp_lightning.plan.planner import Planner
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
@@ -59,12 +60,12 @@ class Needs:
 
 def needs(model: str, way: str) -> dict[str, Needs]:
     """Return what a model takes in one of these ways on each card; its traces serve all cards."""
-    kind = listed.kind_of(MODELS[model])
-    batch = listed.batch_of(*kind, 1, TOKENS)
+    kind = kind_of(MODELS[model])
+    batch = batch_of(*kind, 1, TOKENS)
     planner = Planner(
-        functools.partial(listed.made_with_adapters, *kind, RANK)
+        functools.partial(made_with_adapters, *kind, RANK)
         if way == "adapters, bf16"
-        else functools.partial(listed.made, *kind),
+        else functools.partial(made, *kind),
         batch,
         loss=None,
         name=model,

@@ -10,10 +10,10 @@ import os
 from typing import Any
 
 from ..errors import OptionError
-from ..plan import listed
+from ..plan.model import BY_PYTHON, LISTED, batch_of, kind_of, made, made_with_adapters
 from . import need
 
-ALLOWED = f"a config.json of transformers or its directory, a name on the hub, or one of {', '.join(listed.LISTED)}"
+ALLOWED = f"a config.json of transformers or its directory, a name on the hub, or one of {', '.join(LISTED)}"
 
 
 def find(text: str | None, rows: int, tokens: int | None, adapters: int | None) -> dict[str, Any]:
@@ -21,15 +21,15 @@ def find(text: str | None, rows: int, tokens: int | None, adapters: int | None) 
     if text is None:
         raise OptionError(argument="model", found=text, allowed=f"given, unless --config is: {ALLOWED}")
     need("transformers", "models", "a plan of a model")
-    kind, config = listed.kind_of(text) if text in listed.LISTED else _of_transformers(text)
+    kind, config = kind_of(text) if text in LISTED else _of_transformers(text)
     name = os.path.basename(os.path.normpath(text).removesuffix("/config.json"))
-    make = functools.partial(listed.made, kind, config)
+    make = functools.partial(made, kind, config)
     if adapters is not None:
         need("peft", "recipes", "a plan of adapters")
-        make = functools.partial(listed.made_with_adapters, kind, config, adapters)
+        make = functools.partial(made_with_adapters, kind, config, adapters)
     return {
         "module": make,
-        "batch": listed.batch_of(kind, config, rows, tokens),
+        "batch": batch_of(kind, config, rows, tokens),
         "name": f"{name} (its text alone)" if hasattr(config, "vision_config") else name,
     }
 
@@ -45,7 +45,7 @@ def _of_transformers(text: str) -> tuple[Any, Any]:
 
     found = [name for name in config.architectures or () if hasattr(transformers, name)]
     if not found:
-        allowed = f"a config whose architectures name a class of transformers ({listed.BY_PYTHON})"
+        allowed = f"a config whose architectures name a class of transformers ({BY_PYTHON})"
         raise OptionError(argument="model", found=text, allowed=allowed)
     config.use_cache = False
     return getattr(transformers, found[0]), config

@@ -14,10 +14,9 @@ from ..errors import OptionError
 from ..host.device import find
 from ..host.rates import measured
 from ..options import CHOICES, Options, check_choice, is_int, nbytes_or_none
-from . import listed
 from .machines import REACHED, Machine, machine_named
-from .planner import Planner
-from .report import Change, Job, Plan
+from .model import batch_of, kind_of, made
+from .planner import Change, Job, Plan, Planner
 
 __all__ = ["Change", "Job", "Plan", "plan"]
 
@@ -95,9 +94,9 @@ def plan(
         nodes=nodes,
     )
     if isinstance(module, str):
-        kind, name = listed.kind_of(module), name or module
-        batch = batch if hasattr(batch, "keys") else listed.batch_of(*kind, batch or 1)
-        module = functools.partial(listed.made, *kind)
+        kind, name = kind_of(module), name or module
+        batch = batch if hasattr(batch, "keys") else batch_of(*kind, batch or 1)
+        module = functools.partial(made, *kind)
     return Planner(module, batch, loss=loss, name=name, optimizer=optimizer).plan(job)
 
 

@@ -1,12 +1,18 @@
-"""Machines to plan for: listed ones. host/rates.py measures the one at hand.
+"""Machines to plan for, and how long a step takes on one. host/rates.py measures the machine at hand.
 
 A listed machine has its vendors' peaks times the shares that long-running work is assumed to reach, stated once below.
+
+Of the time four lanes decide: compute, copies from host to device, copies from device to host, and the cores, which
+move bytes in the host's memory. Copies take what they need of that memory; the cores get what is left, as far as they
+can use it. A disk and a network have lanes of their own. A step is a forward and a backward, in each of which the
+busiest lane decides, and what nothing runs beside: the first unit, whose gradients come last and which is needed
+first.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from ..errors import OptionError
 
@@ -134,3 +140,120 @@ MACHINES = {
         _listed("lambda-1x-h100", 756, 51, 2000, 80 * GIB, GEN5, 307.2, 200 * GIB, 13),
     )
 }
+
+
+# ---- time
+
+COMPUTE, UP, DOWN, CORES = "compute", "host to device", "device to host", "host memory"
+READ, WRITE, NETWORK = "disk read", "disk write", "network"
+
+
+@dataclass(kw_only=True)
+class Work:
+    """The work of a part of a step, by lane."""
+
+    flops: float = 0.0  # products in half precision
+    fp32_flops: float = 0.0
+    moved: float = 0.0  # bytes of device memory that all but products read and write
+    up: int = 0  # bytes
+    down: int = 0
+    read: float = 0.0  # bytes of the disk
+    written: float = 0.0
+    sent: float = 0.0  # bytes that each host sends the others
+    cores: float = 0.0  # bytes of host memory that the cores move
+
+    def __add__(self, other: Work) -> Work:
+        """Return the sum of this work and another's, lane by lane."""
+        return Work(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Work)})
+
+
+def step_cost(parameters: float, states: float = 2, on_device: bool = False) -> Work:
+    """Return what an optimizer step of so many parameters moves.
+
+    Args:
+        parameters: Parameters that are on the host.
+        states: States that the optimizer keeps for each parameter: AdamW has two.
+        on_device: Whether they are stepped on the device.
+    """
+    read, written = 4 * (2 + states) * parameters, 4 * (1 + states) * parameters  # all; all but the gradient
+    if on_device:
+        return Work(moved=read + written, up=int(written), down=int(written))
+    return Work(cores=read + written)  # in half precision, too: a narrower gradient, and a copy that travels
+
+
+def step_time(
+    forward: Work,
+    backward: Work,
+    step: Work,
+    first: Work,
+    first_step: Work,
+    machine: Machine,
+    *,
+    alone: bool = False,
+    clip: bool = False,
+    accumulate: int = 1,
+    overlaps: bool = True,
+    summed: int = 0,
+    ranks: int = 1,
+    reached: Reached = REACHED,
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a step, and those for which each lane is busy, from the work of its parts.
+
+    Args:
+        forward: Of a forward.
+        backward: Of a backward: also gradients that come down, and sums of several batches' gradients.
+        step: Of the optimizer.
+        first: Of the first unit that travels, which the others leave out: its load and its gradients.
+        first_step: Of the optimizer, for the first unit.
+        machine: The machine.
+        alone: Whether one unit is on the device at a time, so that copies do not run beside compute.
+        clip: Whether gradients are clipped by norm: steps begin when the last gradient is there.
+        accumulate: Batches whose gradients are added up for a step.
+        overlaps: Whether steps run beside compute.
+        summed: Bytes of sums of gradients that go to the device for their norms.
+        ranks: Devices on this host, which share its memory and cores.
+        reached: The rates that a step reaches on any machine.
+    """
+
+    def seconds(work: Work) -> float:
+        """Return the seconds that this work takes with all lanes side by side."""
+        lanes = _lanes(work, machine, reached)
+        link = _both_ways(lanes[UP], lanes[DOWN], machine.duplex)
+        disk = _both_ways(lanes[READ], lanes[WRITE], machine.disk_duplex)
+        sums = 2 if ranks > 1 else 1  # gradients of several devices are read once more, to be summed
+        copied = ranks * (work.up + work.down * reached.down_cost * sums)
+        memory = max(lanes[CORES], (copied + work.cores) / machine.host_bytes_per_s)
+        compute = lanes[COMPUTE] + (link if alone else 0)
+        return max(compute, link, disk, memory, lanes[NETWORK])
+
+    back = seconds(backward)
+    sweep = seconds(forward) + back
+    serial = seconds(replace(first, up=0, cores=0)) + seconds(Work(up=first.up)) + seconds(Work(cores=first.cores))
+    if not overlaps:
+        last = sweep + seconds(step)
+    elif clip:
+        last = seconds(forward + step) + back
+    else:
+        last = max(sweep, seconds(forward + backward + step))
+    whole = sum([forward, backward, first] * accumulate, step + first_step)
+    taken = (accumulate - 1) * sweep + last + accumulate * serial + seconds(first_step) + seconds(Work(up=summed))
+    return taken, _lanes(whole, machine, reached)
+
+
+def _lanes(work: Work, machine: Machine, reached: Reached) -> dict[str, float]:
+    """Return the seconds for which each lane of a machine is busy with this work."""
+    products = work.flops / machine.flops_per_s + work.fp32_flops / (machine.fp32_flops_per_s or machine.flops_per_s)
+    return {
+        COMPUTE: products / reached.matrix + work.moved / machine.device_bytes_per_s,
+        UP: work.up / machine.up_bytes_per_s,
+        DOWN: work.down / machine.down_bytes_per_s,
+        CORES: work.cores / (reached.step * machine.cores_bytes_per_s),
+        READ: work.read / machine.disk_bytes_per_s,
+        WRITE: work.written / machine.disk_out_bytes_per_s,
+        NETWORK: work.sent / machine.network_bytes_per_s,
+    }
+
+
+def _both_ways(one: float, other: float, duplex: float) -> float:
+    """Return how long copies in two directions take, each at the share ``duplex`` of its rate while both run."""
+    return min(one, other) / duplex + abs(one - other)

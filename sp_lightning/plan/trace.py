@@ -4,7 +4,7 @@
    it began. Neither window nor transfer changes what is in it, so one trace serves all of them.
 2. Weights take nothing here.
 3. A unit's gradients wait for the last of them, and are packed then. Packed gradients and activations that are on their
-   way down are counted by who follows the visits (step.py).
+   way down are counted by `sweep`, which follows the visits.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,9 @@ from ..host.room import UnitNumbers
 from ..stream.activations import SMALLEST
 from ..stream.partition import FoundUnit
 from ..stream.recompute import copied, tensors_in
+from ..stream.schedule import Schedule
 from .fakes import HALVES, FakeTensors, tensors_of
+from .machines import Work
 
 aten = torch.ops.aten
 FREE = {aten._unsafe_view, aten.set_, aten.resize_, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
@@ -39,25 +41,6 @@ PRODUCTS = {**flop_registry, aten._grouped_mm: lambda one, other, *_, **__: 2 * 
 # CUDA sums columns of at least so many rows, as for the gradient of a bias, in partial sums of up to 1 MiB for each of
 # its multiprocessors; an A100 has 108.
 TALL, SCRATCH = 1024, 108 << 20
-
-
-@dataclass(kw_only=True)
-class Work:
-    """The work of a part of a step, by lane."""
-
-    flops: float = 0.0  # products in half precision
-    fp32_flops: float = 0.0
-    moved: float = 0.0  # bytes of device memory that all but products read and write
-    up: int = 0  # bytes
-    down: int = 0
-    read: float = 0.0  # bytes of the disk
-    written: float = 0.0
-    sent: float = 0.0  # bytes that each host sends the others
-    cores: float = 0.0  # bytes of host memory that the cores move
-
-    def __add__(self, other: Work) -> Work:
-        """Return the sum of this work and another's, lane by lane."""
-        return Work(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Work)})
 
 
 @dataclass
@@ -307,3 +290,51 @@ def _moved(operator: Any, read: list[Tensor], made: list[Tensor]) -> float:
 def _nbytes(tensor: Tensor) -> int:
     """Return the bytes that a tensor takes in memory: elements that repeat, as in an expanded one, count once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else tensor.nbytes
+
+
+# ---- bytes on the device
+
+# What bytes on the device are for.
+WINDOW, ROOT, KEPT, WORKING = "window", "resident root", "kept for backward", "activations of one unit"
+GRADIENTS = "gradient buffers"
+PASSES = 3  # over the units: from the third on all are alike
+RING = 2  # units whose gradients, or activations, are on their way down while others compute
+
+
+Loads = dict[bool, list[int]]  # indices of units that a step loads, by whether backward runs
+
+
+def sweep(found: Trace, window: int, transfer: int) -> tuple[dict[str, int], Loads]:
+    """Simulate the run's loads and evictions over the visits of a step.
+
+    Returns the bytes on the device by term at its fullest moment, and its loads.
+    """
+    sizes = found.sizes
+    schedule = Schedule([size.up_nbytes for size in sizes], window, min(transfer, window))
+    trained = [index for index, size in enumerate(sizes) if size.down_nbytes]
+    order = [visit.unit for visit in found.visits if visit.unit is not None]
+    coming = [0]  # by visit: bytes of activations that come up for the next one that needs any
+    for visit in reversed(found.visits):
+        coming.insert(0, visit.work.up or coming[0])
+    packs, leaving = deque[int](maxlen=RING), deque[int](maxlen=RING)
+    terms, loads = dict[str, int](), Loads()
+    for number in range(PASSES):
+        schedule.invalidate(trained)
+        packs.clear()
+        schedule.begin(order if number else (), wrap=bool(number))
+        there, loads = 0, {False: [], True: []}
+        for visit, ahead in zip(found.visits, coming[1:], strict=True):
+            if visit.unit is not None:
+                loads[visit.backward] += schedule.visit(visit.unit, visit.in_use).load
+            if visit.work.up:
+                leaving.clear()
+            beside = there + visit.peak + sum(leaving) + (ahead if visit.work.up else 0)
+            kept = max(0, min(there + sum(leaving), beside))
+            now = {WINDOW: schedule.loaded_nbytes, KEPT: kept, WORKING: beside - kept, GRADIENTS: sum(packs)}
+            if sum(now.values()) > sum(terms.values()):
+                terms = now
+            there += visit.grown
+            packs.extend(visit.packed)
+            leaving.extend([visit.leaving] * bool(visit.leaving))
+    root = sum(size.up_nbytes for size in sizes if size.resident)
+    return terms | {ROOT: root, "batch": found.batch, "buffers": found.buffers}, loads

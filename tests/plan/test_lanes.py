@@ -5,9 +5,21 @@ from dataclasses import replace
 
 import pytest
 
-from sp_lightning.plan.machines import MACHINES, Machine, Reached
-from sp_lightning.plan.step import COMPUTE, CORES, DOWN, NETWORK, READ, UP, WRITE, step_cost, step_time
-from sp_lightning.plan.trace import Work
+from sp_lightning.plan.machines import (
+    COMPUTE,
+    CORES,
+    DOWN,
+    MACHINES,
+    NETWORK,
+    READ,
+    UP,
+    WRITE,
+    Machine,
+    Reached,
+    Work,
+    step_cost,
+    step_time,
+)
 
 # One FLOP and one byte of device memory take a second each; other rates are bytes per second, too.
 MACHINE = Machine(

@@ -12,8 +12,9 @@ import sys
 
 import pytest
 
-from sp_lightning.plan import listed, plan
+from sp_lightning.plan import plan
 from sp_lightning.plan.machines import REACHED, Reached
+from sp_lightning.plan.model import batch_of, kind_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 OTHERS = {"accelerate", "deepspeed", "fsdp2"}  # frameworks for which nothing is planned
@@ -45,7 +46,7 @@ def test_a_row_is_within_25_percent_of_the_fit_to_others(row, fit):
 @pytest.mark.parametrize("row", [row for row in ROWS if row.window], ids=lambda row: row.name)
 def test_a_streamed_row_s_peak_is_planned_within_2_percent(row):
     pytest.importorskip("transformers")
-    batch = listed.batch_of(*listed.kind_of(row.model), row.rows, row.length)
+    batch = batch_of(*kind_of(row.model), row.rows, row.length)
     options = {"window": row.window, "transfer": 1, "activations": "recompute"}
     found = plan(row.model, batch, precision="bf16-mixed", machine="h200", **options).device_terms
     nbytes = sum(nbytes for name, nbytes in found.items() if name != "reserve")
