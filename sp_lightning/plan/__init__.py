@@ -14,7 +14,7 @@ from ..errors import OptionError
 from ..host.device import find
 from ..host.rates import measured
 from ..options import CHOICES, Options, check_choice, is_int, nbytes_or_none
-from .machines import REACHED, Machine, machine_named
+from .machines import MACHINES, REACHED, Machine
 from .model import batch_of, kind_of, made
 from .planner import Change, Job, Plan, Planner
 
@@ -76,9 +76,9 @@ def plan(
     chosen = Options.parse(**options)
     chosen.check_devices(devices, nodes)
     if chosen.master_weights and not precision.endswith("16-true"):
-        allowed = "'bf16-true' or '16-true' with master_weights=True"
-        raise OptionError(argument="precision", found=precision, allowed=allowed)
-    profile = _machine(machine, device, precision)
+        raise OptionError(
+            argument="precision", found=precision, allowed="'bf16-true' or '16-true' with master_weights=True"
+        )
     there: dict[str, Any] = {
         "device_nbytes": nbytes_or_none("device_memory", device_memory, "> 0"),
         "host_nbytes": nbytes_or_none("host_memory", host_memory, "> 0"),
@@ -86,7 +86,10 @@ def plan(
     job = Job(
         options=chosen,
         precision=precision,
-        machine=replace(profile, **{name: nbytes for name, nbytes in there.items() if nbytes is not None}),
+        machine=replace(
+            _machine(machine, device, precision),
+            **{argument: nbytes for argument, nbytes in there.items() if nbytes is not None},
+        ),
         accumulate=accumulate,
         clip=clip or precision == "16-mixed",  # its gradient scaler needs all gradients first
         copies=copies,
@@ -104,7 +107,12 @@ def _machine(given: Machine | str, device: torch.device | str | None, precision:
     """Return the machine, measured if it is "here", with the device's type if one is given."""
     if given == "here":
         found = find(None if device is None else str(device))
-        dtype = torch.float32 if precision.startswith("32") else torch.bfloat16
-        return Machine(name="here", device_type=found.type, **measured(found, dtype, REACHED.down_cost))
-    machine = given if isinstance(given, Machine) else machine_named(given)
-    return machine if device is None else replace(machine, device_type=torch.device(device).type)
+        return Machine(
+            name="here",
+            device_type=found.type,
+            **measured(found, torch.float32 if precision.startswith("32") else torch.bfloat16, REACHED.down_cost),
+        )
+    if not isinstance(given, Machine):
+        check_choice("machine", given, ("here", *MACHINES))
+        given = MACHINES[given]
+    return given if device is None else replace(given, device_type=torch.device(device).type)

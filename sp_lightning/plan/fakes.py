@@ -8,7 +8,7 @@ are real, and so is what is computed of them alone: token ids, masks and grid si
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which model code runs without data; ``observe`` is called with each operator and its result.
+    """A context in which model code runs without data.
 
     Args:
         autocast: The type that the precision casts to; None for no autocast.
@@ -45,24 +45,27 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, autocast: torch.dtype | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.observe: Any = None
+        self._observe: Any = None
         self._fake = fake_mode()
         self.kernels, self._autocast = _Kernels(), autocast
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Run model code without data in this context, with the run's autocast, and restore random state after."""
+    def running(self, observe: Callable[..., None] = lambda *_: None) -> Iterator[None]:
+        """Run model code without data in this context, with the run's autocast, and restore random state after.
+
+        ``observe`` is called with each operator, its arguments and its result.
+        """
+        self._observe = observe
         autocast = torch.autocast("cpu", self._autocast, self._autocast is not None, cache_enabled=False)
         with torch.random.fork_rng(devices=[]), autocast, self.kernels, self:
             yield
 
     def adopt(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor like this one, of type ``dtype`` if given: fake, or a copy if it is small and of integers."""
-        dtype = dtype or tensor.dtype
         if not is_fake(tensor) and not tensor.is_meta and _is_known(tensor):
-            return tensor.detach().to(dtype, copy=True)
+            return tensor.detach().to(dtype or tensor.dtype, copy=True)
         with without_function_modes(), without_dispatch_modes():
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
             return fake_tensor(self._fake, made)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,8 +75,7 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": CPU}  # code may name another, such as meta, on which the module was made
         out = self._run(func, args, kwargs)
-        if self.observe is not None:
-            self.observe(func, args, kwargs, out)
+        self._observe(func, args, kwargs, out)
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -158,15 +160,17 @@ def _attention(
     if mask is not None:
         bias = torch.zeros(mask.shape, dtype=query.dtype)
         mask = bias.masked_fill(mask, 0) if mask.dtype is torch.bool else mask.to(query.dtype)
+        mask = mask.expand(*query.shape[:-1], key.shape[-2])
     fused = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
     if fused and query.dtype in HALVES and mask is None and query.shape[-1] <= 256:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
     if not fused or grouped or query.dtype is torch.float64:
-        given = (query, key, value, mask, dropout_p, is_causal)
-        return aten._scaled_dot_product_attention_math(*given, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
-    mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
-    more = mask, torch.is_grad_enabled(), dropout_p, is_causal
-    return aten._scaled_dot_product_efficient_attention(query, key, value, *more, scale=scale)[0]  # type: ignore[no-any-return]
+        return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+        query, key, value, mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:

@@ -14,8 +14,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 
-from ..errors import OptionError
-
 GIB = 2**30
 
 # Assumed shares of the peaks.
@@ -59,14 +57,6 @@ class Reached:
 
 
 REACHED = Reached()
-
-
-def machine_named(name: str) -> Machine:
-    """Return the listed machine of this name; raise OptionError for an unknown one."""
-    if name not in MACHINES:
-        allowed = f"'here', a Machine, or one of {', '.join(MACHINES)}"
-        raise OptionError(argument="machine", found=name, allowed=allowed)
-    return MACHINES[name]
 
 
 # ---- the list
@@ -220,11 +210,10 @@ def step_time(
         lanes = _lanes(work, machine, reached)
         link = _both_ways(lanes[UP], lanes[DOWN], machine.duplex)
         disk = _both_ways(lanes[READ], lanes[WRITE], machine.disk_duplex)
-        sums = 2 if ranks > 1 else 1  # gradients of several devices are read once more, to be summed
-        copied = ranks * (work.up + work.down * reached.down_cost * sums)
+        # Gradients of several devices are read once more, to be summed.
+        copied = ranks * (work.up + work.down * reached.down_cost * (2 if ranks > 1 else 1))
         memory = max(lanes[CORES], (copied + work.cores) / machine.host_bytes_per_s)
-        compute = lanes[COMPUTE] + (link if alone else 0)
-        return max(compute, link, disk, memory, lanes[NETWORK])
+        return max(lanes[COMPUTE] + (link if alone else 0), link, disk, memory, lanes[NETWORK])
 
     back = seconds(backward)
     sweep = seconds(forward) + back

@@ -24,6 +24,7 @@ from ..compat.tensors import IS_PARAMETER, consists_of_tensors, flattened, is_dt
 from ..compat.torch import tree_leaves
 from ..errors import OptionError, SuperpipelineError, UnsupportedError, users_line
 from ..host.device import aligned
+from ..options import check_choice
 from ..stream.partition import FoundUnit, UnitSpec, partition
 from ..stream.preparation import casts_of, choose_residents, sizes, slots
 from ..stream.recompute import tensors_in
@@ -67,7 +68,7 @@ class PlannedModel:
         self.module.train(self.trains)
         self.trace = functools.cache(self._trace)
         with self.tensors.running(), refusing("the optimizer takes no step without data", "optimizer='AdamW'"):
-            self.state_share = _state_share(optimizer, self.module)
+            self.state_share = _state_share(optimizer, self.module) if self.trains else 0.0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings that tensors without data have no address
             self._cut(units, resident, wire_dtype, masters)
@@ -81,13 +82,15 @@ class PlannedModel:
             "a function without arguments that makes it, or a module that is made",
         ):
             if isinstance(source, nn.Module):
-                kept = {id(tensor): tensor for tensor in (*source.parameters(), *source.buffers())}
-                module = copy.deepcopy(source, kept)
+                module = copy.deepcopy(source, {id(kept): kept for kept in (*source.parameters(), *source.buffers())})
             else:
                 module = self._built(source)
         if not isinstance(module, nn.Module) or not any(True for _ in module.parameters()):
-            allowed = "a module with parameters, or a function that makes one"
-            raise OptionError(argument="module", found=type(module).__name__, allowed=allowed)
+            raise OptionError(
+                argument="module",
+                found=type(module).__name__,
+                allowed="a module with parameters, or a function that makes one",
+            )
         if any(is_dtensor(parameter) for parameter in module.parameters()):
             raise UnsupportedError(
                 "layers that are cut across devices cannot be planned yet: plan the whole model, of which each device "
@@ -113,7 +116,10 @@ class PlannedModel:
                     setattr(child, name, new)
 
     def _like(self, tensor: Tensor) -> Tensor:
-        """Return a tensor or parameter like this one without data, in the type in which the run computes."""
+        """Return a tensor or parameter like this one, in the type in which the run computes.
+
+        It is without data, or has values if it is small and of integers.
+        """
         if consists_of_tensors(tensor):
             form, parts = flattened(tensor)
             made: Tensor = form.whole((self.tensors.adopt(part) for _, part in parts), torch.device("cpu"))
@@ -134,11 +140,13 @@ class PlannedModel:
         narrow = [p for unit in self.units if not unit.resident for _, p in unit.params if id(p) in casts]
         for parameter in narrow:
             parameter.data = self.tensors.adopt(parameter.detach(), self._half)
-        wide = [p for p in self.module.parameters() if p.is_floating_point()] if masters else narrow
+        wide = (p for p in self.module.parameters() if p.is_floating_point()) if masters else narrow
         self.wide = frozenset(map(id, wide))  # ids of weights that are FP32 on the host alone
         cast = [sum(p.numel() for _, p in unit.params if p.requires_grad and id(p) in self.wide) for unit in self.units]
-        found = sizes(self.units, lambda p: p.dtype, True)
-        self.sizes = [replace(size, cast=count) for size, count in zip(found, cast, strict=True)]
+        self.sizes = [
+            replace(size, cast=count)
+            for size, count in zip(sizes(self.units, lambda p: p.dtype, True), cast, strict=True)
+        ]
 
     # ---- a trace
 
@@ -148,22 +156,19 @@ class PlannedModel:
             found = self._traced(activations, rows)
             found.visits = _repeated(found.visits, ran, every)
             return found
-        what = f"{self.name} does not run without a Trainer and without data"
-        instead = "another batch, or loss=, a function that takes the module and a batch and returns the loss"
-        with refusing(what, instead):
+        with refusing(
+            f"{self.name} does not run without a Trainer and without data",
+            "another batch, or loss=, a function that takes the module and a batch and returns the loss",
+        ):
             return self._traced(activations, rows)
 
     def _traced(self, activations: str, rows: int) -> Trace:
         """Run a step on a batch of so many rows without data, and return its trace."""
-        with self.tensors.running(), torch.set_grad_enabled(self.trains):
-            batch = with_tensors(with_rows(self._batch, self.rows, rows), self._given)
-            found = Trace(self.tensors, self.units, self.sizes, self.wide, activations)
+        batch = with_tensors(with_rows(self._batch, self.rows, rows), self._like)
+        found = Trace(self.tensors, self.units, self.wide, activations)
+        with self.tensors.running(found.observe), torch.set_grad_enabled(self.trains):
             found.run(self.module, batch, functools.partial(self._step, batch))
         return found
-
-    def _given(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the batch for the trace: without data, or with values if it is small and of integers."""
-        return self.tensors.adopt(tensor, self._dtype if tensor.is_floating_point() else None)
 
     def _step(self, batch: Any) -> Any:
         """Run the user's loss, training_step or forward on a batch, and return its output."""
@@ -205,8 +210,7 @@ def with_rows(batch: Any, rows: int, wanted: int) -> Any:
     """Return a batch with ``wanted`` rows, made of its own, repeated or cut off."""
 
     def repeated(tensor: Tensor) -> Tensor:
-        has_rows = tensor.dim() and tensor.shape[0] == rows
-        return torch.cat([tensor] * -(-wanted // rows))[:wanted] if has_rows else tensor
+        return torch.cat([tensor] * -(-wanted // rows))[:wanted] if tensor.dim() and len(tensor) == rows else tensor
 
     return batch if rows == wanted else with_tensors(batch, repeated)
 
@@ -224,11 +228,9 @@ def _state_share(optimizer: Any, module: nn.Module) -> float:
 
     Args:
         optimizer: A name, a class, a function of parameters, or None for the module's own, or else AdamW.
-        module: The module.
+        module: The module, of which something trains.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
-    if not trained:
-        return 0.0
     if optimizer is None and hasattr(module, "configure_optimizers"):
         made = module.configure_optimizers()  # type: ignore[operator]
     else:
@@ -239,11 +241,15 @@ def _state_share(optimizer: Any, module: nn.Module) -> float:
 
 def _optimizer_named(name: str) -> Any:
     """Return the class of ``torch.optim`` with this name, in upper or lower case."""
-    kinds = {key.lower(): key for key, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    kinds = {key.lower(): kind for key, kind in vars(torch.optim).items() if isinstance(kind, type)}
     if name.lower() not in kinds:
-        allowed = f"one of {', '.join(kinds.values())}; or a class or a function of parameters"
-        raise OptionError(argument="optimizer", found=name, allowed=allowed)
-    return getattr(torch.optim, kinds[name.lower()])
+        raise OptionError(
+            argument="optimizer",
+            found=name,
+            allowed=f"one of {', '.join(kind.__name__ for kind in kinds.values())}; or a class or a function of "
+            "parameters",
+        )
+    return kinds[name.lower()]
 
 
 def _state_nbytes(optimizer: Optimizer) -> int:
@@ -314,12 +320,17 @@ Listed = tuple[str, str, dict[str, Any]]
 
 def _decoder(kind: str, hidden: int, layers: int, heads: int, keys: int, mlp: int, words: int, **more: Any) -> Listed:
     """Return a decoder-only language model of these sizes, as transformers' configuration names them."""
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": mlp, "vocab_size": words}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": keys, "max_position_embeddings": 131072}
+    sizes = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "intermediate_size": mlp,
+        "vocab_size": words,
+        "max_position_embeddings": 131072,
+    }
     return kind, f"{kind}ForCausalLM", {"use_cache": False, "tie_word_embeddings": False, **sizes, **more}
 
-
-IMAGES = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "intermediate_size": 5120}
 
 # Widths and depths of the models' published config.json files.
 LISTED = {
@@ -330,28 +341,36 @@ LISTED = {
     "qwen3-14b": _decoder("Qwen3", 5120, 40, 40, 8, 17408, 151936, head_dim=128),
     "qwen3-32b": _decoder("Qwen3", 5120, 64, 64, 8, 25600, 151936, head_dim=128),
     "mixtral-8x7b": _decoder("Mixtral", 4096, 32, 32, 8, 14336, 32000),
-    "vit-h": ("ViT", "ViTForImageClassification", {**IMAGES, "patch_size": 14, "num_labels": 1000}),
+    "vit-h": (
+        "ViT",
+        "ViTForImageClassification",
+        {
+            "hidden_size": 1280,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "intermediate_size": 5120,
+            "patch_size": 14,
+            "num_labels": 1000,
+        },
+    ),
 }
 
 
 def kind_of(name: str) -> tuple[Any, Any]:
     """Return a listed model's class in transformers, and its configuration."""
-    if name not in LISTED:
-        allowed = f"a module, a function that makes one, or one of {', '.join(LISTED)}"
-        raise OptionError(argument="module", found=name, allowed=allowed)
+    check_choice("module", name, tuple(LISTED))
     kind, model, sizes = LISTED[name]
     module = importlib.import_module(f"transformers.models.{kind.lower()}.modeling_{kind.lower()}")
     return getattr(module, model), getattr(module, f"{kind}Config")(**sizes)
 
 
-def made(kind: Any, config: Any) -> nn.Module:
+def made(kind: Any, config: Any) -> Any:
     """Make a model of transformers, without initial values."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        model: nn.Module = kind(config)
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()  # type: ignore[operator]  # skipped with the initial values
+        model = kind(config)
+    model.tie_weights()  # which is skipped with the initial values
     return model
 
 

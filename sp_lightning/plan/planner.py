@@ -14,15 +14,17 @@ from typing import Any
 
 from ..errors import SuperpipelineError
 from ..host.machine import headroom
+from ..host.room import UnitNumbers
 from ..options import Options, format_bytes, format_seconds
 from ..store.placement import UnitBytes, choose
+from ..stream.partition import FoundUnit
 from .machines import Machine, Work, step_cost, step_time
 from .model import PlannedModel
 from .trace import GRADIENTS, ROOT, WINDOW, Loads, Trace, sweep
 
-# Two of cuBLAS, of the threads of forward and backward: torch allocates 8.125 MiB each, and 32 MiB on Hopper.
-WORKSPACES = {"cuda": 2 * 8 * 2**20 + 2**18}
-RESERVE = {"cuda": (2**29, 0.04)}  # bytes of a context, and the share of the rest that an allocator wastes
+# By device type: bytes of two workspaces of cuBLAS, of the threads of forward and backward (torch allocates 8.125 MiB
+# each, and 32 MiB on Hopper), of a context, and the share of the rest that an allocator wastes.
+DRIVERS = {"cuda": (2 * 8 * 2**20 + 2**18, 2**29, 0.04)}
 WINDOWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 EQUAL = 1.02  # ratio of times below which they count as equal
 OFFERED = 3  # changes
@@ -57,8 +59,7 @@ class Job:
     @property
     def host_available(self) -> int:
         """Bytes of host memory that the run may have."""
-        nbytes = self.machine.host_nbytes
-        return int(min(nbytes - headroom(nbytes), self.options.host_limit))
+        return int(min(self.machine.host_nbytes - headroom(self.machine.host_nbytes), self.options.host_limit))
 
     def changed(self, **changes: Any) -> Job:
         """Return this job with other arguments, or other options of the strategy, by name."""
@@ -78,9 +79,11 @@ class Change:
     slower: float  # how many times as long a sample takes
 
     def __str__(self) -> str:
-        sizes = f"{format_bytes(self.device_nbytes)} on the device, {format_bytes(self.host_nbytes)} on the host"
-        price = f"{sizes}, {format_seconds(self.step_s)} a step, {self.slower:.2f} times as long per sample"
-        return f"{self.what} ({price}{'; ' + self.cost if self.cost else ''})"
+        cost = f"; {self.cost}" if self.cost else ""
+        return (
+            f"{self.what} ({format_bytes(self.device_nbytes)} on the device, {format_bytes(self.host_nbytes)} on the "
+            f"host, {format_seconds(self.step_s)} a step, {self.slower:.2f} times as long per sample{cost})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +172,15 @@ class Plan:
             lines += ["", f"{title}:", *shown] if shown else []
         busy = ", ".join(f"{lane} {format_seconds(seconds)}" for lane, seconds in self.lanes.items() if seconds)
         speed = ", ".join(f"{value:.3g} {name.split('_')[0]}" for name, value in self.speed.items())
-        lines += ["", f"A step takes {format_seconds(self.step_s)}, bound by {self.bound_by} (busy: {busy})"]
-        lines += [f"Speed{'' if self.fits else ', if it fitted'}: {speed} a second"]
-        title = "Change:" if self.fits else "Would fit:"
+        lines += [
+            "",
+            f"A step takes {format_seconds(self.step_s)}, bound by {self.bound_by} (busy: {busy})",
+            f"Speed{'' if self.fits else ', if it fitted'}: {speed} a second",
+        ]
         nothing = f"Nothing {'faster' if self.fits else 'that fits'} was found among: {'; '.join(self.tried)}"
-        offers = [title, *(f"- {change}" for change in self.changes)] if self.changes else [nothing]
-        return "\n".join([*lines, *offers])
+        title = "Change:" if self.fits else "Would fit:"
+        lines += [title, *(f"- {change}" for change in self.changes)] if self.changes else [nothing]
+        return "\n".join(lines)
 
 
 def _count(parameters: int) -> str:
@@ -191,7 +197,8 @@ class Planner:
     def plan(self, job: Job) -> Plan:
         """Plan a job, and offer up to three changes that make it fit or, if it fits, faster."""
         plan, found, tried = self.size(job), list[Change](), list[str]()
-        for changes in _that_may_be_faster(plan) if plan.fits else self._that_may_fit(plan):
+        policies = _other_policies(plan, ("keep", *LESS) if plan.trained else ())
+        for changes in [{"rows": 2 * plan.rows}, *policies] if plan.fits else self._that_may_fit(plan):
             tried.append(", ".join(itertools.starmap(_typed, changes.items())))
             sized = self._tried(job, changes)
             if sized is None or not sized.fits:
@@ -202,9 +209,8 @@ class Planner:
                 found.append(Change(tried[-1], cost, sized.device_nbytes, sized.host_nbytes, sized.step_s, slower))
             if len(found) == OFFERED:
                 break
-        if plan.fits:
-            found.sort(key=lambda change: change.slower)
-        return replace(plan, changes=tuple(found), tried=tuple(tried))
+        best = sorted(found, key=operator.attrgetter("slower")) if plan.fits else found
+        return replace(plan, changes=tuple(best), tried=tuple(tried))
 
     def size(self, job: Job) -> Plan:
         """Plan a job with the smallest window that fits and is as fast as the largest, or else with the smallest."""
@@ -218,10 +224,11 @@ class Planner:
         )
         rows = job.rows or model.rows
         found = model.trace(options.activations, rows)
-        most = max(1, sum(not size.resident for size in found.sizes))
+        most = max(1, sum(not size.resident for size in model.sizes))
         wanted = [*WINDOWS, most] if options.window == "auto" else [options.window]
         windows = sorted({min(window, most) for window in wanted})
-        plan = functools.cache(functools.partial(_planned, job, model, found, _on_host(job, model, found), rows))
+        units = [_on_host(job, model, unit, size) for unit, size in zip(model.units, model.sizes, strict=True)]
+        plan = functools.cache(functools.partial(_planned, job, model, found, units, rows))
         largest = next((plan(window) for window in reversed(windows) if plan(window).fits_device), plan(windows[0]))
         return next(plan(window) for window in windows if plan(window).step_s <= EQUAL * largest.step_s)
 
@@ -242,29 +249,21 @@ class Planner:
             yield {"window": "auto"}
         if options.optimizer_device == "device":
             yield {"optimizer_device": "host"}
-        halves, unchanged = list[Changes](), Changes()
-        batches, disks, policies = [unchanged], [unchanged], [unchanged]
+        batches, disks, policies, halves = [Changes()], [Changes()], [Changes()], list[Changes]()
         if trains and not job.precision.endswith("16-true"):
             halves += {"precision": "bf16-true", "master_weights": True}, {"precision": "bf16-true"}
+        if trains and not plan.fits_host and not options.spills:
+            disks.append({"disk": "FOLDER"})
         if not plan.fits_device:
             policies += _other_policies(plan, LESS)
             least = self._tried(job, {"rows": 1, "activations": LESS[-1]})
-            for parts in range(2, plan.rows + 1) if least is not None and least.fits_device else ():
-                if plan.rows % parts == 0:
-                    more = {"accumulate": job.accumulate * parts} if trains else {}
-                    batches.append({"rows": plan.rows // parts, **more})
-        if not plan.fits_host and trains and not options.spills:
-            disks.append({"disk": "FOLDER"})
+            if least is not None and least.fits_device:
+                divisors = [parts for parts in range(2, plan.rows + 1) if plan.rows % parts == 0]
+                more = [{"accumulate": job.accumulate * parts} if trains else {} for parts in divisors]
+                batches += [{"rows": plan.rows // parts, **one} for parts, one in zip(divisors, more, strict=True)]
         every = *itertools.product(batches, disks, policies), *itertools.product(halves, disks, policies)
         for chosen in every[1:]:  # the first is the job as it is
             yield functools.reduce(operator.or_, chosen)
-
-
-def _that_may_be_faster(plan: Plan) -> Iterator[Changes]:
-    """Yield changes that may make a run faster that fits."""
-    yield {"rows": 2 * plan.rows}
-    if plan.trained:
-        yield from _other_policies(plan, ("keep", *LESS))
 
 
 def _other_policies(plan: Plan, policies: Iterable[str]) -> list[Changes]:
@@ -282,11 +281,11 @@ def _typed(name: str, value: Any) -> str:
 
 def _planned(job: Job, model: PlannedModel, found: Trace, units: list[UnitBytes], rows: int, window: int) -> Plan:
     """Plan a job with one window."""
-    options, sizes = job.options, found.sizes
+    options, sizes = job.options, model.sizes
     transfer = 1 if options.transfer == "auto" else min(options.transfer, window)
-    on_device, loads = sweep(found, window, transfer)
-    host, disk = _host_terms(job, found, units, loads)
-    step_s, lanes = _timed(job, found, loads, disk, model.state_share, window <= transfer)
+    on_device, loads = sweep(found, sizes, window, transfer)
+    host, disk = _host_terms(job, model, found, units, loads)
+    step_s, lanes = _timed(job, model, found, loads, disk, window <= transfer)
     return Plan(
         job=job,
         model=model.name,
@@ -297,7 +296,7 @@ def _planned(job: Job, model: PlannedModel, found: Trace, units: list[UnitBytes]
         window=window,
         transfer=transfer,
         units=tuple(size.name for size in sizes if not size.resident),
-        device_terms={name: n for name, n in _device_terms(job, found, on_device, model.state_share).items() if n},
+        device_terms={name: nbytes for name, nbytes in _device_terms(job, model, on_device).items() if nbytes},
         host_terms={name: nbytes for name, nbytes in host.items() if nbytes},
         disk=disk,
         step_s=step_s,
@@ -305,39 +304,34 @@ def _planned(job: Job, model: PlannedModel, found: Trace, units: list[UnitBytes]
     )
 
 
-def _device_terms(job: Job, found: Trace, terms: dict[str, int], share: float) -> dict[str, int]:
+def _device_terms(job: Job, model: PlannedModel, terms: dict[str, int]) -> dict[str, int]:
     """Return the device's bytes by term: those of the visits, and the optimizer's, workspaces and a reserve."""
-    sizes = found.sizes
-    state = share * sum(size.down_nbytes for size in sizes if size.resident)
+    state = model.state_share * sum(size.down_nbytes for size in model.sizes if size.resident)
     if job.options.optimizer_device == "device":  # weights, gradients and state of two units are there at a time
-        state += 2 * 4 * max(size.parameters for size in sizes) * (2 + share)
-    terms = terms | {"optimizer": int(state), "workspaces": WORKSPACES.get(job.machine.device_type, 0)}
-    fixed, wasted = RESERVE.get(job.machine.device_type, (0, 0.0))
-    return terms | {"reserve": fixed + int(wasted * sum(terms.values()))}
+        state += 2 * 4 * max(size.parameters for size in model.sizes) * (2 + model.state_share)
+    workspaces, context, wasted = DRIVERS.get(job.machine.device_type, (0, 0, 0.0))
+    terms = terms | {"optimizer": int(state), "workspaces": workspaces}
+    return terms | {"reserve": context + int(wasted * sum(terms.values()))}
 
 
-def _on_host(job: Job, model: PlannedModel, found: Trace) -> list[UnitBytes]:
-    """Return each unit's bytes on the host: of weights, gradients, state, and copies that travel."""
+def _on_host(job: Job, model: PlannedModel, unit: FoundUnit, size: UnitNumbers) -> UnitBytes:
+    """Return a unit's bytes on the host: of weights, gradients, state, and copies that travel."""
     own = job.devices * (job.devices > 1)  # each device has sums of several batches
-    of_units = []
-    for unit, size in zip(found.units, found.sizes, strict=True):
-        is_there = size.resident and not job.options.master_weights  # on the device, where its weights are stepped
-        held = [p for _, p in unit.params if not is_there or id(p) in unit.parts]
-        weights = sum(model.host_nbytes(p) for p in held if p.requires_grad)
-        wires = [p for _, p in unit.params if id(p) in model.wide]
-        of_units.append(
-            UnitBytes(
-                frozen=sum(model.host_nbytes(p) for p in held) - weights,
-                state=int(model.state_share * weights),
-                weights=weights,
-                gradients=size.down_nbytes * bool(weights) if job.accumulate == 1 else (1 + own) * weights,
-                fixed=sum(2 * p.numel() for p in wires),
-            )
-        )
-    return of_units
+    is_there = size.resident and not job.options.master_weights  # on the device, where its weights are stepped
+    held = [p for _, p in unit.params if not is_there or id(p) in unit.parts]
+    weights = sum(model.host_nbytes(p) for p in held if p.requires_grad)
+    return UnitBytes(
+        frozen=sum(model.host_nbytes(p) for p in held) - weights,
+        state=int(model.state_share * weights),
+        weights=weights,
+        gradients=size.down_nbytes * bool(weights) if job.accumulate == 1 else (1 + own) * weights,
+        fixed=sum(2 * p.numel() for _, p in unit.params if id(p) in model.wide),
+    )
 
 
-def _host_terms(job: Job, found: Trace, units: list[UnitBytes], loads: Loads) -> tuple[dict[str, int], dict[str, int]]:
+def _host_terms(
+    job: Job, model: PlannedModel, found: Trace, units: list[UnitBytes], loads: Loads
+) -> tuple[dict[str, int], dict[str, int]]:
     """Return the host memory by term that the devices of a machine share, and the bytes in files.
 
     What of weights, gradients and state is in files is decided as in a run.
@@ -347,24 +341,29 @@ def _host_terms(job: Job, found: Trace, units: list[UnitBytes], loads: Loads) ->
     placed = choose(units, budget if options.uses_files else sum(map(sum, units)), options.spills, 0)
     left = placed.by_term
     frozen = sum(one.frozen for one in units) - left["frozen"]
-    each = sum(map(len, loads.values())) / max(1, sum(not size.resident for size in found.sizes))  # loads of a unit
-    terms = {"weights": left["frozen"] + left["weights"], "wire copies": left["fixed"]}
-    terms |= {"gradients": left["gradients"], "optimizer": left["state"]}
-    terms["activations"] = job.devices * sum(visit.work.down for visit in found.visits)
-    terms["copies"] = job.copies * sum(one.frozen + one.weights for one in units)
+    each = sum(map(len, loads.values())) / max(1, sum(not size.resident for size in model.sizes))  # loads of a unit
+    terms = {
+        "weights": left["frozen"] + left["weights"],
+        "wire copies": left["fixed"],
+        "gradients": left["gradients"],
+        "optimizer": left["state"],
+        "activations": job.devices * sum(visit.work.down for visit in found.visits),
+        "copies": job.copies * sum(one.frozen + one.weights for one in units),
+    }
     return terms, {"there": placed.disk + frozen, "read": placed.disk + int(each * frozen), "written": placed.disk}
 
 
 def _timed(
-    job: Job, found: Trace, loads: Loads, disk: dict[str, int], share: float, alone: bool
+    job: Job, model: PlannedModel, found: Trace, loads: Loads, disk: dict[str, int], alone: bool
 ) -> tuple[float, dict[str, float]]:
     """Add up the work of a step's parts, from its trace and its loads, and return `step_time` of it."""
-    sizes, on_device = found.sizes, job.options.optimizer_device == "device"
-    ups = {late: [sizes[index].up_nbytes for index in loads[late]] for late in (False, True)}
-    del ups[False][:1]  # nothing runs beside it
+    sizes, share, on_device = model.sizes, model.state_share, job.options.optimizer_device == "device"
     forward, backward = (
-        sum((visit.work for visit in found.visits if visit.backward == late), Work(up=sum(ups[late])))
-        for late in (False, True)
+        sum(
+            (visit.work for visit in found.visits if visit.backward == late),
+            Work(up=sum(sizes[index].up_nbytes for index in some)),
+        )
+        for late, some in ((False, loads[False][1:]), (True, loads[True]))  # nothing runs beside the first load
     )
     step, first, first_step = Work(read=disk["read"], written=disk["written"]), Work(), Work()
     for index, size in enumerate(sizes):

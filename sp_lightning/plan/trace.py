@@ -31,10 +31,9 @@ from ..stream.activations import SMALLEST
 from ..stream.partition import FoundUnit
 from ..stream.recompute import copied, tensors_in
 from ..stream.schedule import Schedule
-from .fakes import HALVES, FakeTensors, tensors_of
+from .fakes import HALVES, FakeTensors, aten, tensors_of
 from .machines import Work
 
-aten = torch.ops.aten
 FREE = {aten._unsafe_view, aten.set_, aten.resize_, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
 LOOKS_UP = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward}
 PRODUCTS = {**flop_registry, aten._grouped_mm: lambda one, other, *_, **__: 2 * one.numel() * other.shape[-1]}
@@ -63,7 +62,6 @@ class Trace:
     Args:
         tensors: The context in which the module was made, entered while a step runs.
         units: The units.
-        sizes: What each unit takes on the device.
         wide: Ids of weights that are FP32 on the host alone.
         activations: The policy for activations.
     """
@@ -72,18 +70,16 @@ class Trace:
         self,
         tensors: FakeTensors,
         units: Sequence[FoundUnit],
-        sizes: Sequence[UnitNumbers],
         wide: frozenset[int],
         activations: str,
     ) -> None:
         self.visits = [Visit(None, False)]
         self.batch = self.buffers = 0  # bytes
-        self.units, self.sizes = units, sizes
+        self._units = units
         self._tensors, self._wide, self._activations = tensors, wide, activations
-        self._live: dict[int, tuple[int, object]] = {}  # bytes of a storage, and a reference that tells when it is gone
+        self.live: dict[int, tuple[int, object]] = {}  # bytes of a storage, and a reference that tells when it is gone
         self._stack: list[int] = []  # units whose code runs
-        weights = ((p, unit) for unit in units for _, p in unit.params if p.layout is torch.strided)
-        self._unit_of = {storage_id(p.untyped_storage()): unit.index for p, unit in weights}
+        self._unit_of = {storage_id(p.untyped_storage()): unit.index for unit in units for _, p in unit.params}
         self._came: dict[int, list[Tensor]] = defaultdict(list)  # by unit: weights whose gradients are complete
 
     # ---- a step
@@ -108,12 +104,8 @@ class Trace:
         module.zero_grad()  # of units that stay on the device
 
     def _listen(self, stack: contextlib.ExitStack) -> None:
-        """Count operators, units' forwards and gradients until the stack is closed."""
-        stack.callback(setattr, self._tensors, "observe", None)
-        self._tensors.observe = self.observe
-        for unit in self.units:
-            if unit.resident:
-                continue
+        """Count units' forwards and gradients until the stack is closed."""
+        for unit in (unit for unit in self._units if not unit.resident):
             for _, module in unit.modules:
                 stack.callback(setattr, module, "forward", module.forward)
                 module.forward = functools.partial(self._run, unit.index, module.forward)
@@ -125,7 +117,7 @@ class Trace:
     def enter(self, unit: int | None, backward: bool) -> None:
         """Start a visit of a unit (None: code outside of all) unless it is under way; resident units have no visits."""
         now = self.visits[-1]
-        if (unit, backward) != (now.unit, now.backward) and (unit is None or not self.units[unit].resident):
+        if (unit, backward) != (now.unit, now.backward) and (unit is None or not self._units[unit].resident):
             around = tuple(dict.fromkeys(index for index in self._stack if index != unit))
             self.visits.append(Visit(unit, backward, around))
 
@@ -134,7 +126,6 @@ class Trace:
         inside = functools.partial(self._inside, unit, forward)
         if self._stack or not torch.is_grad_enabled():
             return inside(*args, **kwargs)
-        self.enter(unit, False)
         first = [(args, kwargs)]
         args, kwargs = copied((args, kwargs), (), iter)  # for the second run: a forward may add to its arguments
 
@@ -163,24 +154,14 @@ class Trace:
 
     def add(self, tensor: Tensor, counts: int | None = None) -> int:
         """Count a new storage until it is freed, as ``counts`` bytes if given; return its bytes, 0 if it is known."""
-        if tensor.layout is not torch.strided:
-            return 0
         storage = tensor.untyped_storage()
         key, nbytes = storage_id(storage), aligned(storage.nbytes())
-        if key in self._live or key in self._unit_of:
+        if key in self.live or key in self._unit_of:
             return 0
         counts = nbytes if counts is None else counts
-        self._live[key] = counts, weakref.ref(storage, functools.partial(self._free, key))
+        self.live[key] = counts, weakref.ref(storage, lambda _: self._change(-self.live.pop(key)[0]))
         self._change(counts)
         return nbytes
-
-    def _free(self, key: int, _: object) -> None:
-        """Subtract the bytes of a storage that was freed."""
-        self._change(-self._live.pop(key)[0])
-
-    def counts(self, tensor: Tensor) -> bool:
-        """Whether a tensor takes bytes beside those of weights."""
-        return tensor.layout is torch.strided and self._live.get(storage_id(tensor.untyped_storage()), (0,))[0] > 0
 
     def _change(self, nbytes: int, passing: int = 0) -> None:
         """Add bytes to the current visit; raise its peak if they exceed it, or those that are ``passing`` before do."""
@@ -212,8 +193,8 @@ class Trace:
         """Count an operator that ran: its work, and the storages that it made."""
         results, operator, read = tensors_of((out,)), operator_of(func), tensors_of((*args, *kwargs.values()))
         backward = graph_task() != -1
-        known = {storage_id(t.untyped_storage()) for t in read if t.layout is torch.strided}
-        made = [t for t in results if t.layout is torch.strided and storage_id(t.untyped_storage()) not in known]
+        known = {storage_id(t.untyped_storage()) for t in read}
+        made = [t for t in results if storage_id(t.untyped_storage()) not in known]
         units = [self._unit_of[key] for key in known if key in self._unit_of]
         for unit in units:
             if unit not in self._stack:
@@ -256,15 +237,18 @@ class _Trip(saved_tensors_hooks):
             del moved.tensor
 
     def _pack(self, tensor: Tensor) -> Any:
-        """Replace a saved tensor by a mark that it goes to the host; small ones, weights and views with gaps stay."""
+        """Replace a saved tensor by a mark that it goes to the host.
+
+        Small ones, weights, buffers, the batch and views with gaps stay.
+        """
         with without_dispatch_modes():  # else the trace would see an operator of the model
             is_dense = dense_strides(tensor) == tensor.stride()
-        if tensor.nbytes < SMALLEST or not self._trace.counts(tensor) or not is_dense:
+        storage = storage_id(tensor.untyped_storage())
+        if tensor.nbytes < SMALLEST or not self._trace.live.get(storage, (0,))[0] or not is_dense:
             return tensor.detach()
-        key = storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.dtype
+        key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if key not in self._moved:
-            make = functools.partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            self._moved[key] = SimpleNamespace(tensor=tensor.detach(), make=make)
+            self._moved[key] = SimpleNamespace(tensor=tensor.detach())
             self._trace.visits[-1].work.down += tensor.nbytes
         return self._moved[key]
 
@@ -274,8 +258,8 @@ class _Trip(saved_tensors_hooks):
         if isinstance(packed, Tensor):
             return packed
         moved, self._moved = self._moved, {}
-        for one in moved.values():
-            one.tensor = one.make()
+        for (*_, shape, stride, dtype), one in moved.items():
+            one.tensor = torch.empty_strided(shape, stride, dtype=dtype)
             self._trace.visits[-1].work.up += one.tensor.nbytes
         tensor: Tensor = packed.tensor
         return tensor
@@ -289,7 +273,7 @@ def _moved(operator: Any, read: list[Tensor], made: list[Tensor]) -> float:
 
 def _nbytes(tensor: Tensor) -> int:
     """Return the bytes that a tensor takes in memory: elements that repeat, as in an expanded one, count once."""
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else tensor.nbytes
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 # ---- bytes on the device
@@ -304,14 +288,12 @@ RING = 2  # units whose gradients, or activations, are on their way down while o
 Loads = dict[bool, list[int]]  # indices of units that a step loads, by whether backward runs
 
 
-def sweep(found: Trace, window: int, transfer: int) -> tuple[dict[str, int], Loads]:
+def sweep(found: Trace, sizes: Sequence[UnitNumbers], window: int, transfer: int) -> tuple[dict[str, int], Loads]:
     """Simulate the run's loads and evictions over the visits of a step.
 
     Returns the bytes on the device by term at its fullest moment, and its loads.
     """
-    sizes = found.sizes
     schedule = Schedule([size.up_nbytes for size in sizes], window, min(transfer, window))
-    trained = [index for index, size in enumerate(sizes) if size.down_nbytes]
     order = [visit.unit for visit in found.visits if visit.unit is not None]
     coming = [0]  # by visit: bytes of activations that come up for the next one that needs any
     for visit in reversed(found.visits):
@@ -319,7 +301,7 @@ def sweep(found: Trace, window: int, transfer: int) -> tuple[dict[str, int], Loa
     packs, leaving = deque[int](maxlen=RING), deque[int](maxlen=RING)
     terms, loads = dict[str, int](), Loads()
     for number in range(PASSES):
-        schedule.invalidate(trained)
+        schedule.invalidate(index for index, size in enumerate(sizes) if size.down_nbytes)
         packs.clear()
         schedule.begin(order if number else (), wrap=bool(number))
         there, loads = 0, {False: [], True: []}
@@ -336,5 +318,5 @@ def sweep(found: Trace, window: int, transfer: int) -> tuple[dict[str, int], Loa
             there += visit.grown
             packs.extend(visit.packed)
             leaving.extend([visit.leaving] * bool(visit.leaving))
-    root = sum(size.up_nbytes for size in sizes if size.resident)
-    return terms | {ROOT: root, "batch": found.batch, "buffers": found.buffers}, loads
+    terms[ROOT] = sum(size.up_nbytes for size in sizes if size.resident)
+    return terms | {"batch": found.batch, "buffers": found.buffers}, loads

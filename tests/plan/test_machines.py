@@ -9,7 +9,8 @@ from sp_lightning.errors import MeasurementError, OptionError
 from sp_lightning.host import rates as measuring
 from sp_lightning.host.machine import host_memory
 from sp_lightning.host.rates import measured
-from sp_lightning.plan.machines import GIB, MACHINES, Machine, machine_named
+from sp_lightning.plan import plan
+from sp_lightning.plan.machines import GIB, MACHINES, Machine
 
 MIB = 2**20
 
@@ -26,7 +27,7 @@ def test_a_geforce_card_has_its_whitepaper_s_peaks():
 
 def test_an_unknown_machine_is_answered_with_the_nearest_name():
     with pytest.raises(OptionError, match="did you mean rtx4090"):
-        machine_named("rtx490")
+        plan(torch.nn.Linear(2, 2), torch.ones(1, 2), machine="rtx490")
 
 
 # ---- the machine at hand
