@@ -18,7 +18,7 @@ from torch.utils.serialization import config
 from ..compat.lightning import is_local, local_name
 from ..host.memory import private_mapping
 from ..store import scratch
-from ..store.direct import BLOCK, DirectFile, mount_of
+from ..store.files import BLOCK, DirectFile, mount_of
 from .names import TorchCheckpointIO
 
 COPIED_BY_LIGHTNING = {"state_dict", "optimizer_states", "current_model_state"}  # while it resumes
@@ -68,7 +68,7 @@ class _FromScratch:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.flush = file, file.flush
-        self._target = DirectFile(str(file.name), os.dup(file.fileno()), mount_of(file.fileno()).kind)
+        self._target = DirectFile(str(file.name), os.dup(file.fileno()), mount_of(str(file.name)).kind)
         self._target.outcome = "The previous checkpoint is intact"
         self._target.open_directly(os.O_RDWR, lambda fd: True)
         self._memory = private_mapping(COPIED)

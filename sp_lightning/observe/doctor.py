@@ -27,7 +27,7 @@ from ..host.machine import (
 )
 from ..optim.compiled import why_none
 from ..options import check_writable, format_bytes
-from ..store.direct import Mount, mount_of
+from ..store.files import Mount, mount_of
 from ..store.scratch import no_local_disk
 
 PIN_TRIED = 1 << 30  # bytes that are page-locked for a trial, and at most a quarter of the free memory
@@ -236,7 +236,7 @@ def _examine_disk(folder: str) -> Disk:
     block = os.urandom(1 << 20)  # random, because a compressing filesystem would write zeros faster
     count = max(1, min(DISK_TRIED, free // 4) >> 20)
     with tempfile.TemporaryFile(dir=path, buffering=0) as file:
-        mount = mount_of(file.fileno())
+        mount = mount_of(f"/proc/self/fd/{file.fileno()}")
         elsewhere = no_local_disk(mount)
         begin = time.perf_counter()
         for _ in range(count):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..host.device import IdleEvent
-from ..store.direct import blocks
+from ..store.files import blocks
 from ..store.pipeline import ElementSpan, cut, elements_of
 from ..store.store import Store
 from ..stream.host_gradient import GradientBytes
@@ -210,7 +210,7 @@ class FiledSteps:
     def _planned(self, work: list[Any], state: Any) -> Iterator[StepBatch]:
         """Cut weights into batches of ranges that fit a buffer; small weights share a batch."""
         parts: list[FiledRange] = []
-        left = room = self._store.room
+        left = room = self._store.pipeline.nbytes
         for item in work:
             own, new = state.peek(item.weight.host) or {}, dict[str, Tensor]()
             types = [span.dtype for span in FiledRange(item, own, new, 0, 1).spans]

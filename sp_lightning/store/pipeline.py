@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import queue
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..host.device import Arrival, Counters, Device
 from ..host.staging import StagedCopy
-from .direct import BLOCK, DirectFile, blocks
+from .files import BLOCK, DirectFile, blocks
 from .scratch import ScratchFile
 
 MOST = 64 << 20  # bytes of a buffer: reads so long that other threads of Python do not delay the next one
@@ -39,22 +38,6 @@ BUFFERS = COUNT + 1  # the last one is filled from the device, and written
 def buffer_nbytes(budget: int, largest: int) -> int:
     """Choose the bytes of a buffer, for a budget of host memory and the largest unit."""
     return blocks(min(MOST, max(LEAST, budget // 64), max(largest, SMALLEST)))
-
-
-class Buffer(NamedTuple):
-    """A page-locked buffer, as a tensor of bytes and as memory to read into."""
-
-    flat: Tensor
-    memory: memoryview
-
-
-class FileRange(NamedTuple):
-    """A range of a file, and the place of its bytes in a unit's memory on the device."""
-
-    file: DirectFile
-    offset: int
-    nbytes: int
-    at: int
 
 
 @dataclass
@@ -120,82 +103,83 @@ class Pipeline:
         self.nbytes = blocks(nbytes)
         self._device, self._counters = device, device.counters
         self._stream, self._down_stream = device.new_stream(), device.new_stream()
-        self._free: queue.SimpleQueue[tuple[Buffer, Any]] = queue.SimpleQueue()  # each with the event of its last use
+        self._free: queue.SimpleQueue[tuple[Tensor, Any]] = queue.SimpleQueue()  # each with the event of its last use
         for _ in range(COUNT):
-            self._free.put((self._allocate(), None))
-        self._down = self._allocate()
+            self._free.put((device.buffer(self.nbytes, BLOCK), None))
+        self._down = device.buffer(self.nbytes, BLOCK)
         self._reader = ThreadPoolExecutor(1, "superpipeline-read")
         self._writer = ThreadPoolExecutor(1, "superpipeline-write")
-
-    def _allocate(self) -> Buffer:
-        """Allocate a buffer that begins at a multiple of BLOCK."""
-        flat = self._device.buffer(self.nbytes, BLOCK)
-        return Buffer(flat, memoryview((ctypes.c_uint8 * self.nbytes).from_address(flat.data_ptr())).cast("B"))
 
     def close(self) -> None:
         """Wait for all reads and writes that were submitted, and end the threads."""
         self._reader.shutdown()
         self._writer.shutdown()
 
+    def _start(
+        self, thread: ThreadPoolExecutor, stream: Any, begin: Any, end: StagedCopy, work: Callable[[], None]
+    ) -> None:
+        """Have a thread do this work on a stream, behind an event of the device; complete its end, or fail it."""
+
+        def run() -> None:
+            try:
+                with torch.no_grad(), stream:
+                    stream.wait_event(begin)
+                    work()
+                end.done.set_result(None)
+            except BaseException as error:
+                with contextlib.suppress(RuntimeError):  # of the device; every later wait for the device raises it
+                    stream.synchronize()
+                end.fail(error)
+
+        thread.submit(run)
+
     # ---- up
 
-    def send_up(self, flat: Tensor, ranges: Sequence[FileRange], others: Sequence[Arrival], name: str) -> FileFill:
-        """Start to read files into a unit's memory on the device, behind what the up stream has queued; return the end.
+    def send_up(self, flat: Tensor, weights: Sequence[Any], others: Sequence[Arrival], name: str) -> FileFill:
+        """Start to read weights into a unit's memory on the device, behind what the up stream has queued.
+
+        Return the end.
 
         Args:
             flat: The unit's memory on the device.
-            ranges: The ranges of files, which are checked after the last read.
+            weights: The weights that are in files, which are checked after the last read.
             others: Copies of the unit's other bytes, which have ended, too, at the end that is returned.
             name: The unit's name, for the recorder.
         """
         fill, begin = FileFill(self._counters), self._device.up.record_event()
-        self._counters.nbytes["up"] += sum(one.nbytes for one in ranges)
+        self._counters.nbytes["up"] += sum(weight.nbytes for weight in weights)
 
         def work() -> None:
-            """Read the ranges, and copy them to the device. Runs on the reader's thread."""
-            try:
-                with torch.no_grad(), self._stream:
-                    self._stream.wait_event(begin)
-                    for one in ranges:
-                        self._send_range_up(flat, one, name)
-                for file in {one.file for one in ranges}:
-                    file.check()
-                for other in others:
-                    other.wait(self._stream)
-                fill.queued.set_result(self._stream.record_event())
-                for other in others:
-                    other.synchronize()
-                fill.done.set_result(None)
-            except BaseException as error:
-                with contextlib.suppress(RuntimeError):  # of the device; every later wait for the device raises it
-                    self._stream.synchronize()
-                fill.fail(error)
+            """Read the weights, and copy them to the device. Runs on the reader's thread."""
+            for weight in weights:
+                self._send_weight_up(flat[weight.at : weight.at + weight.nbytes], weight.place, name)
+            for file in {weight.place.file for weight in weights}:
+                file.check()
+            for other in others:
+                other.wait(self._stream)
+            fill.queued.set_result(self._stream.record_event())
+            for other in others:
+                other.synchronize()
 
-        self._reader.submit(work)
+        self._start(self._reader, self._stream, begin, fill, work)
         return fill
 
-    def _send_range_up(self, flat: Tensor, whole: FileRange, name: str) -> None:
-        """Read a range of a file into one buffer after the other, and copy each to the device."""
-        file, offset, nbytes, at = whole
-        while nbytes:
-            before = offset % BLOCK  # bytes: reads begin with a block
-            taken = min(nbytes, self.nbytes - before)
-            with self._lend_buffer() as buffer:
+    def _send_weight_up(self, target: Tensor, place: Any, name: str) -> None:
+        """Read a weight from its file into one buffer after the other, and copy each to the device."""
+        first = 0
+        while first < len(target):
+            before = (place.offset + first) % BLOCK  # bytes: reads begin with a block
+            taken = min(len(target) - first, self.nbytes - before)
+            buffer = self._take_buffer()
+            try:
                 with self._counters.record("disk in", name, "weights", taken):
-                    file.read(buffer.memory, offset - before, before + taken)
-                flat[at : at + taken].copy_(buffer.flat[before : before + taken], non_blocking=True)
-            offset, at, nbytes = offset + taken, at + taken, nbytes - taken
+                    place.file.read(buffer.numpy().data, place.offset + first - before, before + taken)
+                target[first : first + taken].copy_(buffer[before : before + taken], non_blocking=True)
+            finally:
+                self._free.put((buffer, self._stream.record_event()))
+            first += taken
 
-    @contextlib.contextmanager
-    def _lend_buffer(self) -> Iterator[Buffer]:
-        """Lend a buffer in this context; it is free again once the device has read it. Blocks until one is free."""
-        buffer = self._take_buffer()
-        try:
-            yield buffer
-        finally:
-            self._free.put((buffer, self._stream.record_event()))
-
-    def _take_buffer(self) -> Buffer:
+    def _take_buffer(self) -> Tensor:
         """Take a free buffer, once its last copy has ended. Blocks until there is one."""
         buffer, used = self._free.get()
         if used is not None:
@@ -213,22 +197,15 @@ class Pipeline:
         def work() -> None:
             """Copy device memory to the buffer, piece by piece, and write each. Runs on the writer's thread."""
             try:
-                with torch.no_grad(), self._down_stream, recorded:
-                    self._down_stream.wait_event(begin)
+                with recorded:
                     for first in range(0, len(there), self.nbytes):
                         part = there[first : first + self.nbytes]
-                        self._down.flat[: len(part)].copy_(part)
-                        file.write(self._down.memory, offset + first, blocks(len(part)))
+                        self._down[: len(part)].copy_(part)
+                        file.write(self._down.numpy().data, offset + first, blocks(len(part)))
+            finally:  # also after an error, nothing reads the device's memory any more
                 copied.queued.set_result(self._down_stream.record_event())
-                copied.done.set_result(None)
-            except BaseException as error:
-                with contextlib.suppress(RuntimeError):  # of the device; every later wait for the device raises it
-                    self._down_stream.synchronize()
-                if not copied.queued.done():  # nothing reads the device's memory any more
-                    copied.queued.set_result(self._down_stream.record_event())
-                copied.fail(error)
 
-        self._writer.submit(work)
+        self._start(self._writer, self._down_stream, begin, copied, work)
         return copied
 
     # ---- windows
@@ -239,7 +216,7 @@ class Pipeline:
         Windows after it are read meanwhile. All are written at the end. The caller closes this generator, also after an
         error of its own: then all buffers are free, and no transfer is under way.
         """
-        ahead: collections.deque[tuple[W, Future[Buffer]]] = collections.deque()
+        ahead: collections.deque[tuple[W, Future[Tensor]]] = collections.deque()
         writes: list[Future[None]] = []
         following = iter(todo)
         try:
@@ -262,7 +239,7 @@ class Pipeline:
                     self._free.put((read.result(), None))
             raise
 
-    def _read_window(self, file: ScratchFile, window: list[ElementSpan]) -> Buffer:
+    def _read_window(self, file: ScratchFile, window: list[ElementSpan]) -> Tensor:
         """Read the window's elements in the file into a buffer, and return the buffer. Runs on the reader's thread."""
         buffer, end = self._take_buffer(), 0
         try:
@@ -271,8 +248,8 @@ class Pipeline:
                 if span.tensor is not None and offset is None:
                     span.here = elements_of(span.tensor, span.start, span.stop)
                     continue
-                span.here = buffer.flat[end : end + span.nbytes].view(span.dtype)
-                span.memory = buffer.memory[end:]
+                span.here = buffer[end : end + span.nbytes].view(span.dtype)
+                span.memory = buffer[end:].numpy().data
                 end += blocks(span.nbytes)
                 if offset is not None:
                     with self._counters.record("disk in", "", "state", span.nbytes):
@@ -282,7 +259,7 @@ class Pipeline:
             raise
         return buffer
 
-    def _write_window(self, file: ScratchFile, window: list[ElementSpan], buffer: Buffer) -> None:
+    def _write_window(self, file: ScratchFile, window: list[ElementSpan], buffer: Tensor) -> None:
         """Write a window's elements from a buffer to the file, and free the buffer. Runs on the writer's thread."""
         try:
             for span in window:

@@ -30,7 +30,7 @@ from ..errors import DiskError, OptionError
 from ..host.device import dense_strides
 from ..host.memory import keep_from_forks
 from ..options import format_both
-from .direct import BLOCK, IN_MEMORY, DirectFile, Mount, blocks, mount_of
+from .files import BLOCK, IN_MEMORY, DirectFile, Mount, blocks, mount_of
 
 LARGEST = 8 << 40  # bytes of the file: some filesystems have none much larger
 ALLOWED = "a folder on a local disk of this machine"
@@ -55,34 +55,27 @@ class ScratchFile(DirectFile):
 
     def __init__(self, folder: str) -> None:
         """Create and map the file; raise OptionError where its folder cannot hold it."""
-        mount = check_folder(folder)
         self.folder = folder
-        super().__init__(f"the scratch file in {folder}", _open_nameless(folder), mount.kind)
         self._end = self._allocated = 0  # bytes that tensors have taken, and bytes that the disk has allocated
         self._free: dict[int, list[int]] = collections.defaultdict(list)  # offsets of ranges, by their bytes
         self._storages: dict[int, int] = {}  # ids of the storages of live tensors, by their offsets
         self._taking = threading.RLock()  # backward, the steps thread, and streams with the same folder take ranges
-        status = os.fstatvfs(self.fd)
-        nbytes = min(status.f_bavail * status.f_frsize // BLOCK * BLOCK, LARGEST)
         try:
-            self._set_size(nbytes)
-            with torch.inference_mode(False):
-                whole: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{self.fd}", True, nbytes)
-                self._flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole)
-            keep_from_forks(self._flat)
-            self.allocate(BLOCK)
-            self.open_directly(os.O_RDWR, self._both_ways_are_equal)
-        except BaseException:
-            self.close()
-            raise
-
-    def _set_size(self, nbytes: int) -> None:
-        """Give the file its size, which takes nothing of the disk; raise OptionError if files may not be so large."""
-        try:
-            os.ftruncate(self.fd, nbytes)
+            fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            super().__init__(f"the scratch file in {folder}", fd, mount_of(folder).kind)
+            status = os.fstatvfs(fd)
+            nbytes = min(status.f_bavail * status.f_frsize // BLOCK * BLOCK, LARGEST)
+            os.ftruncate(fd, nbytes)  # takes nothing of the disk
         except OSError as error:
-            allowed = f"{ALLOWED}, in which a file may be as large as what is free ({error.strerror}; see ulimit -f)"
-            raise OptionError(argument="disk", found=self.folder, allowed=allowed) from error
+            allowed = f"{ALLOWED} that takes a nameless file as large as what is free, as ulimit -f permits"
+            allowed += f" ({error.strerror})"
+            raise OptionError(argument="disk", found=folder, allowed=allowed) from error
+        with torch.inference_mode(False):
+            whole: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", True, nbytes)
+            self._flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole)
+        keep_from_forks(self._flat)
+        self.allocate(BLOCK)
+        self.open_directly(os.O_RDWR, self._both_ways_are_equal)
 
     def allocate(self, nbytes: int) -> None:
         """Allocate disk space for nbytes behind the ranges that were taken; raise DiskError if the disk is full."""
@@ -96,16 +89,14 @@ class ScratchFile(DirectFile):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self.fd, self._allocated, needed)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise self.failed(self._allocated, error.errno or errno.EIO, writes=True) from error
             texts = format_both(needed, there)
             raise DiskError(
                 path=self.folder,
                 offset=self._allocated,
-                errno=errno.ENOSPC,
+                errno=error.errno or errno.EIO,
                 writes=True,
                 outcome=f"What exceeds host_budget needs {texts[0]} more there, and {texts[1]} are free: nothing was"
-                " stepped. Free some, name another disk, or raise host_budget",
+                " stepped. Name another disk, free some, or raise host_budget",
             ) from error
         self._allocated = end
 
@@ -148,21 +139,14 @@ class ScratchFile(DirectFile):
             forbid_access(storage, FORKED)
         self.close()
 
-    def __del__(self) -> None:
-        self.close()
-
     def _both_ways_are_equal(self, direct: int) -> bool:
         """Whether direct transfers and the mapping see each other's writes, by a trial."""
-        mapped = self._flat[:BLOCK]
+        mapped = self._flat[:BLOCK].fill_(1)
         with mmap.mmap(-1, BLOCK) as memory:
-            for first, second in (b"12", b"34"):
-                memory[:] = bytes([first]) * BLOCK
-                if os.pwritev(direct, [memory], 0) != BLOCK or not bool((mapped == first).all()):
-                    return False
-                mapped.fill_(second)
-                if os.preadv(direct, [memory], 0) != BLOCK or memory[:] != bytes([second]) * BLOCK:
-                    return False
-        return True
+            if os.preadv(direct, [memory], 0) != BLOCK or memory[:] != bytes([1]) * BLOCK:
+                return False
+            memory[:] = bytes([2]) * BLOCK
+            return os.pwritev(direct, [memory], 0) == BLOCK and bool((mapped == 2).all())
 
 
 def _forget_all() -> None:
@@ -175,15 +159,14 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def check_folder(folder: str) -> Mount:
-    """Return a folder's mount; raise OptionError if the folder cannot hold a scratch file."""
+def check_folder(folder: str) -> None:
+    """Raise OptionError if a folder cannot hold a scratch file."""
     if not os.path.isdir(folder):
         raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED}; there is no such folder")
     mount = mount_of(folder)
     if elsewhere := no_local_disk(mount):
         allowed = f"{ALLOWED}; this one is on {mount.kind}, {elsewhere}"
         raise OptionError(argument="disk", found=folder, allowed=allowed)
-    return mount
 
 
 def no_local_disk(mount: Mount) -> str:
@@ -191,11 +174,3 @@ def no_local_disk(mount: Mount) -> str:
     if mount.kind in IN_MEMORY:
         return "a filesystem in memory"
     return "a network filesystem, or one that is not known to be local" if mount.is_remote else ""
-
-
-def _open_nameless(folder: str) -> int:
-    """Open a nameless file; return its descriptor."""
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise OptionError(argument="disk", found=folder, allowed=f"{ALLOWED} ({error.strerror})") from error

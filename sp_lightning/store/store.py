@@ -13,14 +13,13 @@ from torch.autograd.graph import increment_version
 
 from ..errors import HostMemoryError
 from ..host.device import Arrival, Device
-from ..host.machine import headroom, host_memory
+from ..host.machine import Mapping, headroom, host_memory
 from ..host.memory import SMALL_THRESHOLD, USUAL_THRESHOLD, map_blocks_from
 from ..options import format_bytes
-from .direct import BLOCK, DirectFile, blocks
-from .pipeline import BUFFERS, ElementSpan, FileFill, FileRange, Pipeline, W, buffer_nbytes, cut
+from .files import BLOCK, DirectFile, SourceFile, blocks, find, is_written
+from .pipeline import BUFFERS, ElementSpan, FileFill, Pipeline, W, buffer_nbytes, cut
 from .placement import Placement, UnitBytes, choose, may_move
 from .scratch import ScratchFile, check_folder, scratch_in
-from .sources import Found, SourceFile, find, written
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,8 @@ class FiledWeights:
 
     def __init__(self, name: str, weights: Sequence[Any], pipeline: Pipeline, device: Device) -> None:
         self._name, self._weights, self._pipeline, self._device = name, weights, pipeline, device
-        self._stamp: Any = None  # of the weights when their reads were planned
-        self._written: Sequence[Any] = ()  # weights whose bytes are in memory: the mapping was written to
+        self._stamp: Any = None  # of the weights when it was last looked where their bytes are
+        self._written: list[Any] = []  # weights whose bytes are in memory: the mapping was written to
         self._last: FileFill | None = None
 
     @property
@@ -60,30 +59,25 @@ class FiledWeights:
         """
         if stamp is None or stamp != self._stamp:
             self._stamp = stamp
-            self._plan_reads()
+            self._written = [weight for weight in self._weights if _is_written(weight)]
+            self._unwritten = [weight for weight in self._weights if weight not in self._written]
         copies = [before]
         for weight in self._written:
             here = weight.value.as_strided((weight.value.numel(),), (1,)).view(torch.uint8)
             there = flat[weight.at : weight.at + weight.nbytes]
             copies.append(self._device.send_up(there, here, self._name, "weights"))
-        self._last = self._pipeline.send_up(flat, self._ranges, copies, self._name)
+        self._last = self._pipeline.send_up(flat, self._unwritten, copies, self._name)
         return self._last
-
-    def _plan_reads(self) -> None:
-        """Plan the reads of weights, but for those whose mapping was written to: these are copied from memory."""
-        found = written([(weight.value.data_ptr(), weight.nbytes) for weight in self._weights])
-        self._written = [self._weights[number] for number in found]
-        self._ranges = [
-            FileRange(weight.place.file, weight.place.offset, weight.nbytes, weight.at)
-            for number, weight in enumerate(self._weights)
-            if number not in found
-        ]
 
 
 def is_in_source(weight: Any) -> bool:
     """Whether the file that a weight was loaded from still has its bytes."""
-    is_there = weight.place is not None and isinstance(weight.place.file, SourceFile)
-    return is_there and not written([(weight.value.data_ptr(), weight.nbytes)])
+    return weight.place is not None and isinstance(weight.place.file, SourceFile) and not _is_written(weight)
+
+
+def _is_written(weight: Any) -> bool:
+    """Whether memory has the bytes of a file-backed weight, because its mapping was written to."""
+    return is_written(weight.value.data_ptr(), weight.nbytes)
 
 
 def is_same(one: Tensor, other: Any) -> bool:
@@ -106,10 +100,11 @@ class Store:
     def __init__(self, budget: int | None, disk: str | None, device: Device) -> None:
         self._budget, self._disk, self._device = budget, disk, device
         self.placement = Placement()
-        self._found: dict[int, Found] = {}
+        self._found: dict[int, Mapping] = {}
         self._files: dict[Any, SourceFile] = {}
-        self._pipeline: Pipeline | None = None
-        self._scratch: ScratchFile | None = None
+        # Without files there is neither of these, and nothing asks for them.
+        self.pipeline: Pipeline = None  # type: ignore[assignment]
+        self._scratch: ScratchFile = None  # type: ignore[assignment]
 
     def choose(
         self,
@@ -150,7 +145,7 @@ class Store:
             ends = TENSORS * BLOCK * sum(map(len, units))  # for the unused ends of tensors' last blocks
             self._scratch = scratch_in(self._disk, placement.disk + wide + ends)
         map_blocks_from(SMALL_THRESHOLD)  # otherwise freed memory would stay with the process, beyond the budget
-        self._pipeline = Pipeline(self._device, nbytes)
+        self.pipeline = Pipeline(self._device, nbytes)
         log.info(
             "superpipeline: %s of frozen weights stay in their files, and %s go to the disk; %s are in host memory, of"
             " them %s in buffers",
@@ -179,7 +174,6 @@ class Store:
         type, its wire copy is in memory.
         """
         if index in self.placement.weights and may_move(param):
-            assert self._scratch is not None
             param.data = self.moved(param.data)
             offset = self._scratch.offset_of(param.data)
             assert offset is not None
@@ -187,17 +181,14 @@ class Store:
         found = self._found.get(id(param)) if index in self.placement.frozen else None
         if found is None:
             return None
-        if found.mapping.file not in self._files:
-            self._files[found.mapping.file] = SourceFile(found.mapping)
-        return FilePlace(self._files[found.mapping.file], found.offset)
+        if found.file not in self._files:
+            self._files[found.file] = SourceFile(found)
+        return FilePlace(self._files[found.file], found.offset)
 
     def filed(self, name: str, weights: Sequence[Any]) -> FiledWeights | None:
         """Return the loader of a unit's file-backed weights; None if the unit has none."""
         there = [weight for weight in weights if weight.place is not None]
-        if not there:
-            return None
-        assert self._pipeline is not None
-        return FiledWeights(name, there, self._pipeline, self._device)
+        return FiledWeights(name, there, self.pipeline, self._device) if there else None
 
     # ---- what trains
 
@@ -215,7 +206,6 @@ class Store:
 
     def take(self, like: Tensor) -> Tensor:
         """Make a tensor over a free range of the scratch file, in another one's shape and type, with any bytes."""
-        assert self._scratch is not None
         return self._scratch.take(like)
 
     def moved(self, tensor: Tensor) -> Tensor:
@@ -240,27 +230,19 @@ class Store:
             work(*tensors)
             return
         types = [tensor.dtype for tensor in tensors]
-        assert self._pipeline is not None
-        ranges = cut(target.numel(), types, self._pipeline.nbytes)
+        ranges = cut(target.numel(), types, self.pipeline.nbytes)
         windows = ([ElementSpan(one, one.dtype, *ends, one is target) for one in tensors] for ends in ranges)
         with contextlib.closing(self.fetch(windows)) as fetched:
             for window in fetched:
                 work(*[span.here for span in window])
         increment_version(target)
 
-    @property
-    def room(self) -> int:
-        """The bytes of a pipeline buffer, into which a window has to fit."""
-        assert self._pipeline is not None
-        return self._pipeline.nbytes
-
     def fetch(self, windows: Iterable[W]) -> Generator[W, None, None]:
         """Yield each window with its elements in memory; write it back when the next one is asked for.
 
         The caller closes this generator.
         """
-        assert self._pipeline is not None and self._scratch is not None
-        return self._pipeline.windows(self._scratch, windows)
+        return self.pipeline.windows(self._scratch, windows)
 
     # ---- gradients: what a device offers for those in memory
 
@@ -272,17 +254,16 @@ class Store:
 
     def send_down(self, target: Tensor, source: Tensor, unit: str, phase: str) -> Arrival:
         """Start to write device memory to a range of the scratch file; return the end."""
-        assert self._pipeline is not None and self._scratch is not None
         offset = self._scratch.offset_of(target)
         assert offset is not None
-        return self._pipeline.send_down(self._scratch, offset, source, unit, phase)
+        return self.pipeline.send_down(self._scratch, offset, source, unit, phase)
 
     def close(self) -> None:
         """End the threads and close the files; file-backed weights stay mapped, as their loader made them. Safe twice.
 
         The scratch file lives as long as its tensors.
         """
-        ended, self._pipeline = self._pipeline, None
+        ended, self.pipeline = self.pipeline, None  # type: ignore[assignment]
         if ended is not None:
             ended.close()
             map_blocks_from(USUAL_THRESHOLD)

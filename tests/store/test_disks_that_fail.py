@@ -17,7 +17,7 @@ from test_training_from_disk import Wide
 from torch import nn
 
 from sp_lightning.errors import DiskError, HalfAppliedStepError, HostMemoryError, OptionError
-from sp_lightning.store import direct, pipeline, scratch
+from sp_lightning.store import files, pipeline, scratch
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_a_full_disk_is_an_error_with_both_numbers(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["tmpfs", "nfs4", "fuse.sshfs", "9p"])
 def test_a_folder_in_memory_or_on_a_network_is_refused(kind, monkeypatch):
-    monkeypatch.setattr(scratch, "mount_of", lambda path: direct.Mount(kind, 0))
+    monkeypatch.setattr(scratch, "mount_of", lambda path: files.Mount(kind, 0))
     with pytest.raises(OptionError, match=f"disk must be a folder on a local disk of this machine; .* {kind}"):
         streaming(net())
 
@@ -104,7 +104,7 @@ def test_a_limit_of_files_sizes_is_named(monkeypatch):
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
     monkeypatch.setattr(os, "ftruncate", truncate)
-    with pytest.raises(OptionError, match=r"a local disk.*File too large; see ulimit -f"):
+    with pytest.raises(OptionError, match=r"a local disk.*ulimit -f permits \(File too large\)"):
         streaming(net())
 
 

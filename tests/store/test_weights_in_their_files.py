@@ -11,8 +11,8 @@ from stream_programs import Net, Program, check, stream
 from torch import nn
 
 from sp_lightning.errors import DiskError, HostMemoryError, SourceFileError
-from sp_lightning.store import pipeline, sources
-from sp_lightning.store.direct import Mount
+from sp_lightning.store import files, pipeline
+from sp_lightning.store.files import Mount
 
 DEVICES = [pytest.param("cpu"), pytest.param("simgpu", marks=pytest.mark.simgpu)]
 preadv = os.preadv
@@ -34,7 +34,7 @@ def net(folder: str | None = None, count: int = 4) -> nn.Module:
 
 
 def mapped(module: nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters() if not p.requires_grad and id(p) in sources.find([p]))
+    return sum(p.nbytes for p in module.parameters() if not p.requires_grad and id(p) in files.find([p]))
 
 
 def train(run, model):
@@ -173,7 +173,7 @@ def test_weights_of_a_file_without_a_name_are_copied(tmp_path):
 
 def test_weights_on_a_network_file_system_are_copied(monkeypatch, caplog):
     model = net()
-    monkeypatch.setattr(sources, "mount_of", lambda path: Mount("nfs4", 0))
+    monkeypatch.setattr(files, "mount_of", lambda path: Mount("nfs4", 0))
     with stream(model, "cpu", window=1, host_budget=0) as handle:
         assert not handle.uses_files
     assert "on nfs4" in caplog.text
