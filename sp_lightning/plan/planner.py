@@ -34,7 +34,7 @@ COSTS = {  # what a change does to the numbers, or to a step
     ("activations", "recompute"): "each forward runs twice",
     ("activations", "offload"): "what units save goes to the host and comes back",
     ("activations", "recompute+offload"): "each forward runs twice, and inputs of units go to the host and come back",
-    ("disk", "FOLDER"): "state is read and written each step",
+    ("disk", "FOLDER"): "what memory lacks is read each step, and written if it trains",
     ("precision", "bf16-true"): "rounded to bf16",
     ("master_weights", True): "but stepped in FP32",
 }
@@ -152,22 +152,23 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the plan as the command prints it."""
-        job, fits = self.job, "fits"
+        job, machine = self.job, self.job.machine
         several = f"{job.nodes} machines with " * (job.nodes > 1) + f"{job.devices} x " * (job.devices > 1)
-        if not self.fits:
-            place, of_place = ("host", self.host_terms) if self.fits_device else ("device", self.device_terms)
-            worst = max(of_place, key=of_place.__getitem__)
-            fits = f"DOES NOT FIT: on the {place}, most for {worst}, {format_bytes(of_place[worst])}"
+        short = [] if self.fits_device else [_shortage("device", self.device_terms)]
+        short += [] if self.fits_host else [_shortage("host", self.host_terms)]
+        fits = f"DOES NOT FIT: {'; '.join(short)}" if short else "fits"
         lines = [
             f"{self.model}: {_count(self.parameters)} parameters, of which {_count(self.trained)} train, batch of "
             f"{self.rows} rows, {job.precision}, "
             f"activations {job.options.activations!r}",
-            f"on {several}{job.machine.name}: window {self.window} of {len(self.units)} units, transfer "
+            f"on {several}{machine.name}: window {self.window} of {len(self.units)} units, transfer "
             f"{self.transfer}: {format_bytes(self.device_nbytes)} of {format_bytes(job.machine.device_nbytes)} on the "
             f"device, {format_bytes(self.host_nbytes)} of {format_bytes(job.host_available)} on the host: {fits}",
         ]
         disk = self.disk if self.disk["there"] else {}
-        for title, terms in (("Device", self.device_terms), ("Host", self.host_terms), ("Disk, in a step", disk)):
+        read, written = (format_bytes(int(rate)) for rate in (machine.disk_bytes_per_s, machine.disk_out_bytes_per_s))
+        in_files = f"Disk, in a step ({read} read, {written} written a second)"
+        for title, terms in (("Device", self.device_terms), ("Host", self.host_terms), (in_files, disk)):
             shown = [f"  {name:24}{format_bytes(nbytes):>12}" for name, nbytes in terms.items()]
             lines += ["", f"{title}:", *shown] if shown else []
         busy = ", ".join(f"{lane} {format_seconds(seconds)}" for lane, seconds in self.lanes.items() if seconds)
@@ -181,6 +182,12 @@ class Plan:
         title = "Change:" if self.fits else "Would fit:"
         lines += [title, *(f"- {change}" for change in self.changes)] if self.changes else [nothing]
         return "\n".join(lines)
+
+
+def _shortage(place: str, terms: dict[str, int]) -> str:
+    """Say which term is largest in a place that lacks room."""
+    worst = max(terms, key=terms.__getitem__)
+    return f"on the {place}, most for {worst}, {format_bytes(terms[worst])}"
 
 
 def _count(parameters: int) -> str:

@@ -61,8 +61,10 @@ def test_adapters_leave_the_rest_of_a_model_frozen(llama, capsys):
 
 
 def test_what_does_not_fit_is_said_with_its_term(llama, capsys):
-    run("--model", llama, "--seq", 64, "--machine", "rtx4090", "--device-memory", "1MiB", status=1)
-    assert "DOES NOT FIT: on the device, most for reserve" in capsys.readouterr().out
+    too_little = "--device-memory", "1MiB", "--host-memory", "2MiB"
+    run("--model", llama, "--seq", 64, "--machine", "rtx4090", *too_little, status=1)
+    said = capsys.readouterr().out
+    assert "DOES NOT FIT: on the device, most for reserve" in said and "; on the host, most for optimizer" in said
 
 
 def test_json_has_everything(llama, capsys):
@@ -120,7 +122,7 @@ def test_several_devices_have_one_host(llama, capsys):
 def test_a_disk_has_its_bytes_in_the_plan(llama, capsys, tmp_path):
     run(*small(llama, "--disk", tmp_path, "--host-budget", "0B", "--wire-dtype", "as-is", "--precision", "32-true"))
     said = capsys.readouterr().out
-    assert "Disk, in a step:" in said and "written" in said
+    assert "Disk, in a step (6.52 GiB read, 4.66 GiB written a second):" in said and "  written " in said
 
 
 def _python(code):
