@@ -104,11 +104,18 @@ def loop_for(cls: Any, group: GroupOptions, device: torch.device) -> Loop | None
     values = [group[name] for name in NUMBERS if name in group] + list(group.get("betas") or ())
     are_numbers = all(isinstance(value, (int, float)) for value in values)
     is_usual = are_numbers and not group.get("differentiable") and not group.get("capturable")
-    if not is_usual or not (group["fused"] or group["foreach"]):
+    if not is_usual or not (group["fused"] or group["foreach"]) or writes_gradients(cls, group):
         say_torch_steps(cls.__name__, device.type, "there is none for its options")
         return None
     loop = LOOPS[cls](group, bool(group["fused"]))
     return loop if _is_same(cls, loop.kind, loop.flags, bool(group["fused"]), device) else None
+
+
+def writes_gradients(cls: Any, group: GroupOptions) -> bool:
+    """Whether a step of torch's for lists of tensors, which is the usual one on a device, writes into `.grad`."""
+    if not group.get("foreach") or group.get("maximize"):
+        return False
+    return cls is optim.Rprop or (cls is optim.SGD and group["nesterov"] and not group["weight_decay"])
 
 
 # ---- the code, and its comparison with the device

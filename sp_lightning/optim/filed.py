@@ -191,7 +191,7 @@ class FiledSteps:
         """Yield ranges of weights that were read into memory; keep what the caller's step made of each."""
         for item in work:
             item.grad.arrived.synchronize()
-            if step.scales or len(item.grad.factors) > 1:
+            if step.changes_gradients or len(item.grad.factors) > 1:
                 item.grad.true_on_host()  # which the step writes
         with contextlib.closing(self._store.fetch(self._planned(work, state))) as windows:
             for window in windows:
@@ -199,12 +199,12 @@ class FiledSteps:
                 for part in window.parts:
                     if part.own:
                         own[part.item.weight.host] = part.state()
-                    part.grad.is_written = step.scales
+                    part.grad.is_written = step.changes_gradients
                 yield [part.stand_in() for part in window.parts], own
                 for part in window.parts:
                     part.keep(own.peek(part.item.weight.host), state, self._store)
         for item in work:
-            if step.scales:
+            if step.changes_gradients:
                 item.grad.norm = None
 
     def _planned(self, work: list[Any], state: Any) -> Iterator[StepBatch]:

@@ -19,7 +19,7 @@ from ..compat.dynamo import compile_lock
 from ..compat.torch import devices_with_lists
 from ..stream.host_gradient import GradientBytes
 from ..stream.leaf import Weight
-from .compiled import GroupOptions, loop_for, rounds_alike
+from .compiled import GroupOptions, loop_for, rounds_alike, writes_gradients
 from .compiled import step as step_compiled
 from .places import OnHost, Place
 from .state import WaitingState
@@ -146,9 +146,9 @@ class SlicedOptimizer:
         return noted
 
     @property
-    def scales(self) -> bool:
-        """Whether the step divides gradients by the scale of a GradScaler."""
-        return bool(self._scaling)
+    def changes_gradients(self) -> bool:
+        """Whether the step divides gradients by the scale of a GradScaler, or writes into them."""
+        return bool(self._scaling) or any(writes_gradients(type(self.user), group) for group in self._options)
 
     def unscale(self, work: list[StepWork]) -> None:
         """Divide gradients, of which ranges were stepped, by the scale of a GradScaler, as a fused kernel does."""
@@ -176,10 +176,10 @@ class SlicedOptimizer:
         if isinstance(place, OnHost) and not self._scaling_here.get("found_inf", 0):
             left = step_compiled(self._loops, work, self._scaling_here.get("grad_scale"), state)
             self.has_written = self.has_written or len(left) < len(work)
-        if self._scaling:
+        if self.changes_gradients:
             for _, grad, _ in left:
                 if isinstance(grad, GradientBytes):
-                    grad.make_true()  # a fused kernel divides this tensor by the scale in place
+                    grad.make_true()  # the step writes to this tensor
         try:
             for run in self._runs(left, state, place.chunk):
                 with place.lane():
@@ -188,7 +188,7 @@ class SlicedOptimizer:
         finally:
             place.finish()
         for _, grad, _ in work:
-            if isinstance(grad, GradientBytes) and self._scaling:
+            if isinstance(grad, GradientBytes) and self.changes_gradients:
                 grad.norm = None
 
     def _step_slices(self, run: list[Slice], state: WaitingState, place: Place) -> None:
@@ -211,7 +211,7 @@ class SlicedOptimizer:
             weight, grad = part.work.weight, part.work.grad
             if new := states.get(param):
                 down += part.put_state(state.make(weight.host), new, given, place)
-            if self._scaling and param.grad is not None:
+            if self.changes_gradients and param.grad is not None:
                 down.append((part.of(grad.raw) if isinstance(grad, GradientBytes) else grad, param.grad))
             if weight.is_narrow:
                 down.append((part.of(weight.wire), param))

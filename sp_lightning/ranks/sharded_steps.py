@@ -149,7 +149,7 @@ class SharedSteps(Steps):
             if entries := state.peek(weight.host):
                 parts[weight.host] = shared.take_parts(weight, sliced.user, entries)
         shared.publish_edits()
-        sliced.step([self._part(item, sliced.scales) for item in own], cast(Any, parts), self._place)
+        sliced.step([self._part(item, sliced.changes_gradients) for item in own], cast(Any, parts), self._place)
         sliced.unscale(own)
         for weight, _, _ in own:
             if made := parts.peek(weight.host):

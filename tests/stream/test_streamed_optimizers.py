@@ -59,6 +59,32 @@ def test_weights_of_other_types_step_as_in_the_plain_run(name, dtype, device):
     check(Program(program(*OPTIMIZERS[name], dtype=dtype), lambda: Net().to(dtype)), device)
 
 
+WRITING = {"nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}), "rprop": (torch.optim.Rprop, {})}
+
+
+@pytest.mark.parametrize("options", [{}, {"resident": 1}, {"optimizer_device": "device"}], ids=str)
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("name", WRITING)
+@pytest.mark.simgpu
+def test_a_step_that_writes_into_gradients_does_so(name, reads, options):
+    """On a device torch's steps for lists write into `.grad`, to which a next backward adds if nothing clears it."""
+    cls, values = WRITING[name]
+
+    def steps(run, model):
+        optimizer, seen = run.noted(cls(model.parameters(), 1e-3, **values)), []
+        for i in range(4):
+            loss = model(run.x(i)).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            seen.append(loss.detach().clone())
+            if reads:
+                seen += [p.grad.detach().cpu().clone() for p in model.parameters()]
+        return seen
+
+    check(Program(steps, Net, options=options), "simgpu")
+
+
 class Odd(nn.Module):
     """Weights whose elements fill no vectors, of no elements, of no dimension, and in another order of memory."""
 
