@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -118,6 +119,13 @@ class Options:
     def _normalise(self, name: str, value: object) -> None:
         """Set a field of this frozen instance while it is made."""
         object.__setattr__(self, name, value)
+
+
+def check_waits(**waits: Any) -> None:
+    """Raise if how long ranks wait for each other is no timedelta of more than nothing."""
+    for name, value in waits.items():
+        if not isinstance(value, timedelta) or value <= timedelta():
+            raise OptionError(argument=name, found=value, allowed="a datetime.timedelta, such as timedelta(minutes=10)")
 
 
 def parse_bytes(text: str, argument: str = "a size") -> int:

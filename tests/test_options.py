@@ -1,5 +1,7 @@
 import collections
 import dataclasses
+import datetime
+import functools
 import re
 
 import pytest
@@ -180,3 +182,19 @@ def test_two_sizes_that_round_to_the_same_are_told_apart():
 )
 def test_seconds_are_written_for_a_reader(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize("value", [30, "1h", None, datetime.timedelta()])
+@pytest.mark.parametrize("name", ["timeout", "keepalive"])
+def test_how_long_ranks_wait_is_a_timedelta_at_every_door(name, value):
+    import sp_lightning.hf
+
+    module = nn.Linear(1, 1)
+    for door in (
+        sp_lightning.SuperpipelineStrategy,
+        sp_lightning.SuperpipelineFabricStrategy,
+        sp_lightning.hf.streaming,
+        functools.partial(sp_lightning.stream, module, "cpu"),
+    ):
+        with pytest.raises(OptionError, match=f"{name} must be a datetime.timedelta"):
+            door(**{name: value})

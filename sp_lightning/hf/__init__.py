@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import OptionError
-from ..options import Options
+from ..options import Options, check_waits
 from .context import Streaming
 
 __all__ = ["enable", "streaming"]
@@ -29,6 +29,7 @@ def streaming(only_if_needed: bool = False, **options: Any) -> Streaming:
             end.
     """
     waits = {name: options.pop(name) for name in ("timeout", "keepalive") if name in options}
+    check_waits(**waits)
     parsed = Options.parse(**options)
     processes = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed.check_devices(processes)

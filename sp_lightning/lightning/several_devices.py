@@ -33,7 +33,7 @@ from ..compat.lightning import (
 from ..compat.tensors import is_dtensor
 from ..errors import OptionError
 from ..host.device import check_supported
-from ..options import Options, count
+from ..options import Options, check_waits, count
 from ..ranks.peers import Peers
 from .checkpoint_io import MappedCheckpointIO
 from .names import (
@@ -128,6 +128,7 @@ class SeveralDevices:
         save_distributed: bool,
     ) -> None:
         """Store a strategy's options."""
+        check_waits(timeout=timeout, keepalive=keepalive)
         self.options, self._timeout, self._keepalive = options, timeout, keepalive
         self._axes = Axes(data, tensor)
         self._save_distributed_checkpoint = save_distributed  # Lightning's functions read it by this name
