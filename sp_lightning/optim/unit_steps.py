@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from ..compat.dynamo import wait_beside_compilation
 from ..compat.torch import without_dispatch
 from ..host.device import Device
 from ..store.store import Store
@@ -59,7 +60,7 @@ class UnitSteps:
 
     def wait_thread(self) -> None:
         """Wait until the thread has run all steps and sums of gradients given to it; raise none of their errors."""
-        self.thread.submit(lambda: None).result()
+        wait_beside_compilation(self.thread.submit(lambda: None))  # a compiler may fork, too
 
     def _noted_work(self, whose: list[Weight], groups: dict[int, int]) -> list[StepWork]:
         """List each weight with its gradient and the index of its optimizer group."""

@@ -1,6 +1,7 @@
 """Each of torch's optimizers, with options and types of weights that take other ways, steps as in the plain run."""
 
 import copy
+import os
 import threading
 import time
 
@@ -179,7 +180,7 @@ def test_an_optimizer_with_compiled_code_steps_as_in_a_plain_run(device):
 
 @pytest.mark.parametrize("reads", [False, True], ids=["beside_a_step", "that_waits_for_a_step"])
 def test_a_compilation_changes_no_bits_of_a_step(reads):
-    """While a thread compiles, NAdam on any thread computes with tensors in place of numbers."""
+    """While a thread compiles, NAdam on any thread computes with tensors in place of numbers. A compiler may fork."""
     plain, model = copy.deepcopy(net := Net()), net
     optimizers = [torch.optim.NAdam(each.parameters(), 1e-2, foreach=False) for each in (plain, model)]
     begin = threading.Event()
@@ -187,6 +188,9 @@ def test_a_compilation_changes_no_bits_of_a_step(reads):
     def started(_):
         begin.set()
         time.sleep(0.1)  # in which the thread comes to the steps
+        if not reads and (child := os.fork()) == 0:
+            os._exit(0)
+        assert reads or os.waitpid(child, 0)[1] == 0
 
     with streamed(model, "cpu") as handle:
         for i in range(3):
@@ -232,6 +236,17 @@ def test_compiled_code_reads_weights_between_steps(read):
 
     torch._dynamo.reset()
     check(Program(steps, Net), "cpu")
+
+
+def test_a_compiled_step_steps_streamed_units_eagerly():
+    plain, model = copy.deepcopy(net := Net()), net
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    with streamed(model, "cpu"):
+        for each in (plain, model):
+            optimizer = torch.optim.AdamW(each.parameters(), 1e-2)
+            each(x).square().mean().backward()
+            (torch.compile(optimizer.step, backend="eager") if each is model else optimizer.step)()
+    assert all(map(torch.equal, plain.blocks.parameters(), model.blocks.parameters()))
 
 
 class Around(torch.optim.Optimizer):
