@@ -132,6 +132,10 @@ class SlicedOptimizer:
         given = {name: getattr(user, name, None) for name in SCALING}
         self._scaling = {name: value for name, value in given.items() if value is not None}
         self._scaling_here = {name: value.to("cpu") for name, value in self._scaling.items()}
+        # Whether the step divides gradients by the scale of a GradScaler, or writes into them.
+        self.changes_gradients = bool(self._scaling) or any(
+            writes_gradients(type(user), group) for group in self._options
+        )
 
     def _noted(self, group: GroupOptions) -> GroupOptions:
         """Copy a group's options; where the user chose no kernels, choose those that torch takes on the device."""
@@ -144,11 +148,6 @@ class SlicedOptimizer:
         if is_free and not noted.get("differentiable") and not isinstance(noted["lr"], Tensor):
             noted["foreach"] = self._device.type in devices_with_lists()
         return noted
-
-    @property
-    def changes_gradients(self) -> bool:
-        """Whether the step divides gradients by the scale of a GradScaler, or writes into them."""
-        return bool(self._scaling) or any(writes_gradients(type(self.user), group) for group in self._options)
 
     def unscale(self, work: list[StepWork]) -> None:
         """Divide gradients, of which ranges were stepped, by the scale of a GradScaler, as a fused kernel does."""
