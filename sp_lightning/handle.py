@@ -25,7 +25,7 @@ from .host.device import Device
 from .host.recorder import Recorder
 from .host.room import Room
 from .optim.figures import explaining, stats_of
-from .options import Options, check_waits
+from .options import Options, parse_with_waits
 from .ranks.peers import Alone, Peers
 from .store.store import Store
 from .stream import parameters
@@ -429,9 +429,7 @@ def stream(module: nn.Module, device: torch.device | str, *, group: Any = None, 
             before the others end. With ``master_weights`` FP32 weights are bfloat16 on the device; convert the
             module's buffers and inputs yourself.
     """
-    waits = {name: options.pop(name) for name in ("timeout", "keepalive") if name in options}
-    check_waits(**waits)
-    parsed = Options.parse(**options)
+    parsed, waits = parse_with_waits(**options)
     devices = 1 if group is None else group.size()
     parsed.check_devices(devices)
     wire = torch.bfloat16 if parsed.master_weights else None

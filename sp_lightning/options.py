@@ -32,6 +32,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer_device": ("host", "device"),
 }
 
+WAITS = "timeout", "keepalive"  # of ranks, for each other
+
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {name.lower(): 1024**power for power, name in enumerate(_BINARY)} | {
     name.lower(): 1000**power for power, name in enumerate(("B", "KB", "MB", "GB", "TB", "PB"))
@@ -92,9 +94,12 @@ class Options:
                 raise OptionError(argument=several[0], found=several[1], allowed=f"1 with {what}")
 
     @classmethod
-    def parse(cls, **given: Any) -> Options:
-        """Make options from values by name; raise OptionError for an unknown name or a wrong value."""
-        names = [field.name for field in fields(cls)]
+    def parse(cls, *others: str, **given: Any) -> Options:
+        """Make options from values by name; raise OptionError for an unknown name or a wrong value.
+
+        ``others`` are the names of options that the caller takes out of these.
+        """
+        names = [*(field.name for field in fields(cls)), *others]
         for name in given:
             if name not in names:
                 raise OptionError(argument="an option", found=name, allowed="one of " + ", ".join(names))
@@ -112,13 +117,20 @@ class Options:
         self._normalise("units", _units(self.units))
         for name, allowed in CHOICES.items():
             check_choice(name, getattr(self, name), allowed)
-        self._normalise("optimizer_overlap", _truth("optimizer_overlap", self.optimizer_overlap))
-        self._normalise("master_weights", _truth("master_weights", self.master_weights))
-        self._normalise("compile_units", _truth("compile_units", self.compile_units))
+        self._normalise("optimizer_overlap", truth("optimizer_overlap", self.optimizer_overlap))
+        self._normalise("master_weights", truth("master_weights", self.master_weights))
+        self._normalise("compile_units", truth("compile_units", self.compile_units))
 
     def _normalise(self, name: str, value: object) -> None:
         """Set a field of this frozen instance while it is made."""
         object.__setattr__(self, name, value)
+
+
+def parse_with_waits(*others: str, **given: Any) -> tuple[Options, dict[str, timedelta]]:
+    """Make options from values by name, beside how long ranks wait for each other; raise as `Options.parse` does."""
+    waits = {name: given.pop(name) for name in WAITS if name in given}
+    check_waits(**waits)
+    return Options.parse(*WAITS, *others, **given), waits
 
 
 def check_waits(**waits: Any) -> None:
@@ -128,12 +140,15 @@ def check_waits(**waits: Any) -> None:
             raise OptionError(argument=name, found=value, allowed="a datetime.timedelta, such as timedelta(minutes=10)")
 
 
-def parse_bytes(text: str, argument: str = "a size") -> int:
-    """Parse text such as "10GiB" (powers of 1024) or "10 GB" (powers of 1000) into bytes; only "0" needs no unit."""
+def parse_bytes(text: str, argument: str = "a size", others: str = "") -> int:
+    """Parse text such as "10GiB" (powers of 1024) or "10 GB" (powers of 1000) into bytes; only "0" needs no unit.
+
+    An error says that ``others`` are allowed, too.
+    """
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match[2].lower() or ("" if Decimal(match[1]) else "b")) if match else None
     if match is None or factor is None:
-        allowed = 'a size with its unit, such as "10GiB", "10 GB" or "1024B"'
+        allowed = f'{others}a size with its unit, such as "10GiB", "10 GB" or "1024B"'
         raise OptionError(argument=argument, found=text, allowed=allowed)
     return int(Decimal(match[1]) * factor)
 
@@ -184,7 +199,7 @@ def count(argument: str, value: object) -> Count:
 def _resident(value: object) -> Count | Bytes:
     """Return the value of ``resident`` as a number of units, as Bytes or as "auto"; raise OptionError for any other."""
     if isinstance(value, str) and value != "auto" and not (value.isascii() and value.isdigit()):
-        return Bytes(parse_bytes(value, "resident"))
+        return Bytes(parse_bytes(value, "resident", "an int >= 0, 'auto', or "))
     if value == "auto":
         return "auto"
     number = int(value) if isinstance(value, str) else value
@@ -235,7 +250,7 @@ def _units(value: Any) -> Literal["auto"] | tuple[str, ...] | UnitFinder:
     raise OptionError(argument="units", found=value, allowed=allowed)
 
 
-def _truth(argument: str, value: object) -> bool:
+def truth(argument: str, value: object) -> bool:
     """Return an option's value as a bool; raise OptionError unless it is one, or its name as text."""
     if isinstance(value, bool):
         return value

@@ -72,7 +72,7 @@ COUNT = "must be an int >= 1 or 'auto'"
 REFUSED = {
     "window": (COUNT, [0, -1, True, False, 2.0, "0", "-1", "2.0", "many", "", "²", None, [2]]),
     "transfer": (COUNT, [0, True, "many", None]),
-    "resident": ("", [-1, "many", True, 1.5, None]),
+    "resident": ("must be an int >= 0, ", [-1, "many", True, 1.5, None]),
     "memory_budget": ("must be None or bytes > 0", [0, -5, True, 1.5, "0", "0GiB", "0.1B", b"10GiB"]),
     "host_budget": ("must be None or bytes >= 0", [-1, True, False, 1.5, b"10GiB"]),
     "disk": ("must be None, or the path of a folder on a local disk", ["", 3, True, b"/nvme", [], ["a"], {"a"}]),
@@ -182,6 +182,17 @@ def test_two_sizes_that_round_to_the_same_are_told_apart():
 )
 def test_seconds_are_written_for_a_reader(seconds, text):
     assert format_seconds(seconds) == text
+
+
+def test_an_unknown_option_is_answered_with_all_that_a_door_takes():
+    import sp_lightning.hf
+
+    with pytest.raises(OptionError, match="host_budget, disk, timeout, keepalive, only_if_needed, got 'windw'"):
+        sp_lightning.hf.streaming(windw=3)
+    with pytest.raises(OptionError, match="host_budget, disk, timeout, keepalive, got 'windw'"):
+        sp_lightning.stream(nn.Linear(1, 1), "cpu", windw=3)
+    with pytest.raises(OptionError, match="only_if_needed must be True or False, got 'no'"):
+        sp_lightning.hf.streaming(only_if_needed="no")
 
 
 @pytest.mark.parametrize("value", [30, "1h", None, datetime.timedelta()])

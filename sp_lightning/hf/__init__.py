@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import OptionError
-from ..options import Options, check_waits
+from ..options import parse_with_waits, truth
 from .context import Streaming
 
 __all__ = ["enable", "streaming"]
@@ -28,9 +28,8 @@ def streaming(only_if_needed: bool = False, **options: Any) -> Streaming:
             how long each waits for the others, and ``keepalive``, for how long one may give no sign before the others
             end.
     """
-    waits = {name: options.pop(name) for name in ("timeout", "keepalive") if name in options}
-    check_waits(**waits)
-    parsed = Options.parse(**options)
+    parsed, waits = parse_with_waits("only_if_needed", **options)
+    only_if_needed = truth("only_if_needed", only_if_needed)
     processes = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed.check_devices(processes)
     if only_if_needed and processes > 1:

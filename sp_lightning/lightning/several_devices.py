@@ -69,7 +69,7 @@ class Axes:
         """Choose "auto" sizes for ``world`` devices, ``local`` of them on each machine; raise if no sizes fit."""
         data, tensor = self._sizes
         tensor = local if tensor == "auto" else tensor
-        data = world // tensor if data == "auto" else data
+        data = max(1, world // tensor) if data == "auto" else data
         if data * tensor != world or (self.has_shards and world == 1):
             raise OptionError(
                 argument="tensor_parallel_size",

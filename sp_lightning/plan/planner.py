@@ -118,11 +118,16 @@ class Plan:
         return sum(self.host_terms.values())
 
     @property
+    def budgeted(self) -> dict[str, int]:
+        """The bytes by term that ``memory_budget`` bounds."""
+        return {name: self.device_terms.get(name, 0) for name in (WINDOW, ROOT, GRADIENTS)}
+
+    @property
     def fits_device(self) -> bool:
         """Whether the device has room for all terms, and ``memory_budget`` for weights and gradients."""
         budget = self.job.options.memory_budget
-        weights = sum(self.device_terms.get(name, 0) for name in (WINDOW, ROOT, GRADIENTS))
-        return self.device_nbytes <= self.job.machine.device_nbytes and (budget is None or weights <= budget)
+        is_within = budget is None or sum(self.budgeted.values()) <= budget
+        return is_within and self.device_nbytes <= self.job.machine.device_nbytes
 
     @property
     def fits_host(self) -> bool:
@@ -154,8 +159,10 @@ class Plan:
         """Return the plan as the command prints it."""
         job, machine = self.job, self.job.machine
         several = f"{job.nodes} machines with " * (job.nodes > 1) + f"{job.devices} x " * (job.devices > 1)
-        short = [] if self.fits_device else [_shortage("device", self.device_terms)]
-        short += [] if self.fits_host else [_shortage("host", self.host_terms)]
+        is_full = self.device_nbytes > machine.device_nbytes
+        device = ("on the device", self.device_terms) if is_full else ("within memory_budget", self.budgeted)
+        short = [] if self.fits_device else [_shortage(*device)]
+        short += [] if self.fits_host else [_shortage("on the host", self.host_terms)]
         fits = f"DOES NOT FIT: {'; '.join(short)}" if short else "fits"
         lines = [
             f"{self.model}: {_count(self.parameters)} parameters, of which {_count(self.trained)} train, batch of "
@@ -187,7 +194,7 @@ class Plan:
 def _shortage(place: str, terms: dict[str, int]) -> str:
     """Say which term is largest in a place that lacks room."""
     worst = max(terms, key=terms.__getitem__)
-    return f"on the {place}, most for {worst}, {format_bytes(terms[worst])}"
+    return f"{place}, most for {worst}, {format_bytes(terms[worst])}"
 
 
 def _count(parameters: int) -> str:

@@ -65,6 +65,8 @@ def test_what_does_not_fit_is_said_with_its_term(llama, capsys):
     run("--model", llama, "--seq", 64, "--machine", "rtx4090", *too_little, status=1)
     said = capsys.readouterr().out
     assert "DOES NOT FIT: on the device, most for reserve" in said and "; on the host, most for optimizer" in said
+    run("--model", llama, "--seq", 64, "--machine", "rtx4090", "--memory-budget", "1KB", status=1)
+    assert "DOES NOT FIT: within memory_budget, most for window" in capsys.readouterr().out
 
 
 def test_json_has_everything(llama, capsys):

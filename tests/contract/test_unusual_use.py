@@ -212,6 +212,7 @@ class Neighbours(models.Block):
         return compressed @ (graph @ super().forward(x))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "recompute+offload"])
 def test_sparse_tensors_in_a_forward(activations):
     check(models.stack_of(Neighbours), training(), torch.device("cpu"), activations=activations)

@@ -93,7 +93,7 @@ def check_cell(case, accelerator, precision, window, activations, optimizer):
 
 @pytest.mark.slow
 @pytest.mark.simgpu
-@pytest.mark.parametrize(("number", "name"), enumerate(FAMILIES))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(FAMILIES)))
 def test_a_family_with_frozen_weights_in_files_trains_exactly(number, name):
     case = FAMILIES[name].case
     for library in case.tags:

@@ -67,6 +67,7 @@ def loop(device, fails=False):
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.filterwarnings("ignore:.torch.distributed.reduce_op. is deprecated")
 def test_nothing_is_left_after_the_context(fails, device):
     sp_lightning.hf.enable().close()  # imports what it needs
     loop(device)

@@ -40,18 +40,18 @@ def check(case, row, size=2):
     ranked_parity.check(ranked_runs.fit, case, options, size=size, **row)
 
 
-@pytest.mark.parametrize(("number", "case"), enumerate(CASES))
+@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)))
 def test_two_ranks_train_the_zoo_as_ddp(number, case):
     check(case, COVER[2 * number % len(COVER)])
     check(case, COVER[(2 * number + 1) % len(COVER)])
 
 
-@pytest.mark.parametrize(("number", "case"), enumerate(CASES[::3]))
+@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES[::3])))
 def test_four_ranks_train_the_zoo_as_ddp_with_the_tree(number, case):
     check(case, COVER[5 * number % len(COVER)], size=4)
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(list(FAMILIES)[::3]))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(list(FAMILIES)[::3])))
 def test_two_ranks_train_families_as_ddp(number, name):
     for library in FAMILIES[name].case.tags:
         pytest.importorskip(library)

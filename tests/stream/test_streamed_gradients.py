@@ -326,6 +326,7 @@ def test_a_resident_weight_s_gradient_is_on_the_host_when_read():
         assert model.emb.weight.grad.clone().device.type == "cpu"
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_a_graph_of_a_gradient_is_refused():
     from sp_lightning.errors import UnsupportedError
 

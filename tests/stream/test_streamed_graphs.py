@@ -199,6 +199,7 @@ def tensors_in_tuples_are_written_after_their_use(run, model):
     return run.loop(model)
 
 
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context", "ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("device, window", PLACES)
 @pytest.mark.parametrize("program, policy", cases(PROGRAMS))
 def test_graphs_are_those_of_the_plain_run(program, policy, window, device):

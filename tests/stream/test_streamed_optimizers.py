@@ -238,6 +238,7 @@ def test_compiled_code_reads_weights_between_steps(read):
     check(Program(steps, Net), "cpu")
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_a_compiled_step_steps_streamed_units_eagerly():
     plain, model = copy.deepcopy(net := Net()), net
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
