@@ -30,6 +30,7 @@ from sp_lightning.optim import compiled
 
 HERE = pathlib.Path(__file__).parent
 IN_CACHE = 1 << 15  # elements, whose 20 bytes each fit a core's second-level cache
+IN_ONE = 100  # steps in one call, so that little of its time is the call's
 ROUNDS = 9
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
 
@@ -42,18 +43,19 @@ class Memory:
         self.value, self.mean = torch.randn(elements), torch.zeros(elements)
         self.square = torch.rand(elements) * 1e-4
         self.grad, self.wire = torch.randn(elements).bfloat16(), torch.empty(elements, dtype=torch.bfloat16)
+        self.group = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
 
     @property
     def pointers(self) -> list[ctypes.c_void_p]:
         tensors = (self.value, self.mean, self.square, self.grad, self.wire)
         return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
 
-    def step(self) -> None:
-        """Step as the thread of the steps does."""
-        group = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
-        loop = compiled.LOOPS[torch.optim.AdamW](group, False)
+    def step(self, times: int = 1) -> None:
+        """Step as the thread of the steps does: so many times in one call."""
+        loop = compiled.LOOPS[torch.optim.AdamW](self.group, False)
         state = {"exp_avg": self.mean, "exp_avg_sq": self.square}
-        compiled._run(loop, loop.flags, [compiled.Stepped(self.value, self.grad, 0.5, state, 10.0, loop.flags, self)])  # type: ignore[arg-type]
+        one = compiled.Stepped(self.value, self.grad, 0.5, state, 10.0, loop.flags, self)  # type: ignore[arg-type]
+        compiled._run(loop, loop.flags, [one] * times)
 
     is_narrow = True  # whether there is a wire copy, as a weight says it
 
@@ -120,10 +122,17 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
     loops, memory, cached = plain_loops(), Memory(arguments.elements), Memory(IN_CACHE)
-    found = {"step / the same traffic": ratio(memory.step, on_all_threads(loops.traffic, memory))}
+    traffic = on_all_threads(loops.traffic, Memory(arguments.elements))  # which makes squares negative, and steps NaN
+    found = {"step / the same traffic": ratio(memory.step, traffic)}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    found["plain loop / step, one core, from its cache"] = ratio(on_all_threads(loops.adam, cached), cached.step, 200)
+    pointers, bounds = cached.pointers, (ctypes.c_int64(0), ctypes.c_int64(IN_CACHE))
+
+    def plain() -> None:
+        for _ in range(IN_ONE):
+            loops.adam(*pointers, *bounds)
+
+    found["plain loop / step, one core, from its cache"] = ratio(plain, lambda: cached.step(IN_ONE), 10)
     torch.set_num_threads(threads)
     alone = statistics.median(seconds(memory.step) for _ in range(ROUNDS))
     with two_busy_processes():
