@@ -118,7 +118,7 @@ class SuperpipelineCallback(Callback):
             check_writable(self.timeline, "timeline")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start recording if anything will read the record."""
+        """Start recording if anything will read the record; give progress bar and log their first figures."""
         strategy: Any = trainer.strategy
         self._handle = handle = strategy.handle
         bar = self._bar(trainer)

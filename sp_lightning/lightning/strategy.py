@@ -254,7 +254,10 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create weights on the host in this context, in the precision plugin's type or with masters in FP32."""
+        """In this context create weights in the precision plugin's type, or in FP32 with masters; on the host.
+
+        Unlike the base class's, this context enters no device.
+        """
         keep_fp32 = contextlib.nullcontext() if self.options.master_weights else None
         with EmptyInit(enabled=bool(empty_init)), keep_fp32 or self.precision_plugin.tensor_init_context():
             yield

@@ -151,6 +151,8 @@ class FiledSteps:
     def parts(self, work: list[Any], state: Any, step: Any) -> Generator[tuple[list[Any], Any], None, None]:
         """Yield parts of a step's work with their state, each in memory until the caller asks for the next.
 
+        First come all weights that are stepped whole, whose state then goes to the file; then windows of the others.
+
         Args:
             work: The weights, of one unit.
             state: The optimizer's.

@@ -118,7 +118,8 @@ class PlannedModel:
     def _like(self, tensor: Tensor) -> Tensor:
         """Return a tensor or parameter like this one, in the type in which the run computes.
 
-        It is without data, or has values if it is small and of integers.
+        It is without data, or has values if it is small and of integers. One that consists of several keeps their
+        types.
         """
         if consists_of_tensors(tensor):
             form, parts = flattened(tensor)

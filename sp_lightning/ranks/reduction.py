@@ -280,7 +280,7 @@ class SharedGradients(Gradients):
                 if not getattr(content, "is_mean", False):
                     local.append((weight, content))
                 elif weight.is_shard:
-                    weight.deposit(content, is_sum=True)
+                    weight.deposit(content, is_total=True)
                 else:
                     there: Any = grad_of(weight.host)
                     before = getattr(there, "content", None)

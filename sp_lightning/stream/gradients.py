@@ -243,7 +243,7 @@ class Gradients:
         with without_dispatch(), torch.no_grad():
             for weight, came in sent:
                 if weight.is_shard:
-                    weight.deposit(came, is_sum=False)
+                    weight.deposit(came, is_total=False)
                     continue
                 host = weight.host
                 there = grad_of(host)

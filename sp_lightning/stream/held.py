@@ -91,7 +91,10 @@ class ResidentUnit(Unit):
             show_versions(self.weights, self._stamp[1])
 
     def evict(self) -> None:
-        """Copy all weights to the host, and release the memory on the device, at the end of the stream. Blocks."""
+        """Copy all weights to the host, and release the memory on the device, at the end of the stream. Blocks.
+
+        A unit that was never loaded gets back the bytes that it kept.
+        """
         with without_dispatch():
             for weight, source in zip(self.weights, self.sources, strict=False):  # the device had no memory for them
                 set_data(weight.host, source)

@@ -95,8 +95,8 @@ class Weight:
         """Return this rank's part of a DTensor's gradient; None if it was put into `.grad` already."""
         raise NotImplementedError
 
-    def deposit(self, content: Any, is_sum: bool) -> None:
-        """Add a gradient to a DTensor's `.grad`, or with ``is_sum`` put it there. Blocks for its bytes."""
+    def deposit(self, content: Any, is_total: bool) -> None:
+        """Add a gradient to a DTensor's `.grad`, or put it there if it is the total already. Blocks for its bytes."""
         raise NotImplementedError
 
     def keep_written(self, made: Tensor) -> None:

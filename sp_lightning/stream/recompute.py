@@ -203,7 +203,10 @@ class Recompute:
 def _as_they_were(
     buffers: dict[Any, Before], trained: list[tuple[nn.Parameter, bool]], generators: tuple[Any, Any]
 ) -> Iterator[None]:
-    """Restore buffers, `requires_grad` of parameters and random generators for a second run, in this context."""
+    """For a second run, in this context, set what changed since the first back to what it was before.
+
+    That is buffers, `requires_grad` of parameters, and the random generators of Python and NumPy.
+    """
     with contextlib.ExitStack() as after:
         after.callback(random.setstate, random.getstate())
         after.callback(numpy.random.set_state, numpy.random.get_state())

@@ -146,7 +146,7 @@ class Unit:
         self.truth = self.device.slabs.truth(self.slab) if nbytes else NO_BYTES
 
     def _adopt(self, weight: Weight, blank: Tensor) -> None:
-        """Move a parameter's bytes into the slab, and make its leaf."""
+        """Move a parameter's bytes into the slab, and make its leaf, which shows a range of ``blank`` while absent."""
         with torch.inference_mode(False):
             self._take_bytes(weight)
             weight.form = weight.wire.shape, weight.wire.stride(), weight.at // weight.dtype.itemsize
@@ -198,7 +198,7 @@ class Unit:
         self.trained = sum(bool(weight.slots) and requires_grad_of(weight.host) for weight in self.weights)
 
     def numbers(self) -> UnitNumbers:
-        """Return the unit's sizes: bytes of weights up, bytes of gradients down, and trained parameters."""
+        """Return the unit's sizes: bytes of weights up and of gradients down, trained parameters; whether it stays."""
         trained = [weight for weight in self.weights if weight.host.requires_grad]
         return UnitNumbers(
             name=self.name,
@@ -266,7 +266,7 @@ class Unit:
     def show(self, here: Any = None) -> None:
         """Show the unit's bytes in the leaves to work on the stream ``here`` (the caller's); load an absent unit.
 
-        Blocks while the unit's step is under way.
+        Blocks while the unit's step is under way, but not in the backward beside which it runs: that uses old bytes.
         """
         here = self.device.current_stream() if here is None else here
         if self.memory.state is Presence.ABSENT:

@@ -308,10 +308,10 @@ class ShardWeight(Weight):
         self._add(local.to("cpu"))
         return None
 
-    def deposit(self, content: Any, is_sum: bool) -> None:
-        """Add a gradient of the shard to `.grad`, or replace `.grad` if `is_sum`. Blocks until its bytes are down."""
+    def deposit(self, content: Any, is_total: bool) -> None:
+        """Add a gradient of the shard to `.grad`, or put it there if it is the total already. Blocks for its bytes."""
         with torch.no_grad():
-            self._add(content.wait_true(), content if is_sum else None)
+            self._add(content.wait_true(), content if is_total else None)
 
     def _add(self, local: Tensor, content: Any = None) -> None:
         """Add this rank's part to `.grad`; with `content`, or without a `.grad`, make a new DTensor of it."""
