@@ -140,3 +140,14 @@ def test_recording_changes_nothing(device, monkeypatch, activations):
 
     monkeypatch.setattr(sp_lightning, "stream", recorded)
     side_by_side.check(side_by_side.blocks, side_by_side.training(), device, window=2, activations=activations)
+
+
+@pytest.mark.simgpu
+def test_what_is_still_queued_is_in_the_record():
+    import simgpu
+
+    def slow():
+        simgpu.config.h2d_us = 20_000
+
+    recorder, stats = record(torch.device("simgpu", 0), steps=2, before=slow)
+    assert sum(len(step.of("up")) for step in recorder.steps) == stats["fetches"]

@@ -162,3 +162,18 @@ def test_residents_refuse_an_optimizer_that_differs_on_the_host(arithmetic):
         for param in model.blocks[2:].parameters():
             param.grad = None
         torch.optim.Adagrad(model.parameters()).step()
+
+
+@pytest.mark.simgpu
+def test_a_gradient_of_the_user_s_may_be_written_after_a_step_on_the_device():
+    import simgpu
+
+    model = Net()
+    want = model.blocks[0].up.weight.detach() - 0.5
+    with stream(model, "simgpu", resident=7):
+        weight = model.blocks[0].up.weight
+        weight.grad = torch.ones(64, 32, pin_memory=True)
+        simgpu.config.h2d_us = 50_000
+        torch.optim.SGD([weight], lr=0.5).step()
+        weight.grad.zero_()
+        assert torch.equal(weight, want)

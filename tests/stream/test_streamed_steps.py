@@ -13,8 +13,10 @@ import torch
 from stream_programs import PLACES, Block, Net, cases, check, collected, streamed
 
 from sp_lightning.errors import HalfAppliedStepError
+from sp_lightning.optim.slices import SlicedOptimizer
 from sp_lightning.optim.steps import Steps
 from sp_lightning.stream.host_gradient import GradientBytes
+from sp_lightning.stream.unit import Unit
 
 PROGRAMS = []
 program = collected(PROGRAMS)
@@ -309,7 +311,8 @@ def test_an_array_kept_over_a_weight_has_the_step_afterwards(monkeypatch):
     assert torch.equal(*seen)
 
 
-def test_a_sum_of_gradients_that_failed_ends_the_step(monkeypatch):
+@pytest.mark.parametrize("backwards", [2, 3])
+def test_a_sum_of_gradients_that_failed_ends_the_step(backwards, monkeypatch):
     add, calls = GradientBytes._add, []
 
     def fail_once(self, *args):
@@ -319,10 +322,60 @@ def test_a_sum_of_gradients_that_failed_ends_the_step(monkeypatch):
         add(self, *args)
 
     monkeypatch.setattr(GradientBytes, "_add", fail_once)
-    model = Net()
-    with pytest.raises(OSError, match="no room"), streamed(model, "cpu") as handle:
+    model, is_said = Net(), False
+    with contextlib.suppress(OSError), streamed(model, "cpu") as handle:  # the gradient is still lost at the end
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
+        for _ in range(backwards):
             model(torch.ones(4, 8)).square().mean().backward()
-        optimizer.step()
-        handle.finish_step()
+        with pytest.raises(OSError, match="no room"):
+            optimizer.step()
+            handle.finish_step()
+        is_said = True
+    assert is_said
+
+
+def test_a_step_is_not_taken_after_a_failed_one_of_the_same_unit(monkeypatch):
+    model, step = Net(), SlicedOptimizer.step
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.blocks[0].up, model.blocks[0].down))
+
+    def failing(self, *args):
+        if self.user is first:
+            raise OSError("no room")
+        step(self, *args)
+
+    monkeypatch.setattr(SlicedOptimizer, "step", failing)
+    with streamed(model, "cpu") as handle:
+        before = copy.deepcopy(model.blocks[0].down)
+        model(torch.ones(4, 8)).square().mean().backward()
+        first.step()
+        second.step()
+        with pytest.raises(OSError, match="no room"):
+            handle.finish_step()
+        assert all(map(torch.equal, before.parameters(), model.blocks[0].down.parameters()))
+
+
+def test_an_interrupted_step_raises_once_its_thread_is_idle(monkeypatch):
+    model, step, begun, ended = Net(), SlicedOptimizer.step, [], []
+
+    def slow(self, *args):
+        begun.append(0)
+        time.sleep(0.1)
+        step(self, *args)
+        ended.append(0)
+
+    def interrupted(self):
+        while not begun:
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    with streamed(model, "cpu") as handle:
+        array = model.blocks[4].up.weight.detach().numpy()  # whose step cannot wait
+        model(torch.ones(4, 8)).square().mean().backward()
+        with monkeypatch.context() as patched:
+            patched.setattr(SlicedOptimizer, "step", slow)
+            patched.setattr(Unit, "wait_step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+            assert len(begun) == len(ended) > 0 and array.size
+        with contextlib.suppress(HalfAppliedStepError):
+            handle.finish_step()
