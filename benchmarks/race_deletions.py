@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CORE = ("host", "store", "stream", "optim", "ranks", "handle.py")  # of the package, as far as they are there
 TESTS = tuple(f"tests/{name}" for name in "stream store ranks contract host hf lightning plan observe".split())
-NEEDED = ("sp_lightning", "tests", "docs", "pyproject.toml")
+NEEDED = ("sp_lightning", "tests", "docs", "benchmarks", "pyproject.toml")
 WAITS = {"synchronize", "result", "before_host_access", "keep_for"}
 LIMIT_S = 120  # of one test
 PROGRAMS = "tests/rigs/programs.py --from 0 --device simgpu --jobs 1 --count".split()
