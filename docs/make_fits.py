@@ -24,7 +24,8 @@ README = pathlib.Path(__file__).parents[1] / "README.md"
 PAGE = pathlib.Path(__file__).parent / "what-fits.md"
 BEGIN, END = "<!-- what fits -->", "<!-- end of what fits -->"
 CARDS = ("rtx4060", "rtx3060", "rtx4060ti-16gb", "rtx4090")
-MEMORIES = (32, 64, 128)  # GiB
+MEMORIES = (32, 64, 128)  # GB, as they are sold
+SHOWN = GIB * 31 // 32  # bytes of a GB that is sold, which Linux shows
 IN_SHORT = (
     *(("rtx4060", 32), ("rtx4060", 64)),
     *(("rtx3060", 32), ("rtx3060", 64)),
@@ -94,12 +95,12 @@ def tables() -> tuple[str, str]:
 def _table(found: dict[str, Any], ways: Sequence[str], rows: Sequence[tuple[str, int]]) -> str:
     lines = [f"| card | RAM | {' | '.join(ways)} |", f"| --- | --- |{' --- |' * len(ways)}"]
     for card, memory in rows:
-        free = memory * GIB - headroom(memory * GIB)
+        free = memory * SHOWN - headroom(memory * SHOWN)
         cells = []
         for way in ways:
             here = {model: on[card] for model, on in found[way].items()}
             cells.append(_cell(here, card, free))
-        lines.append(f"| {MACHINES[card].device_nbytes // GIB} GB (`{card}`) | {memory} GiB | {' | '.join(cells)} |")
+        lines.append(f"| {MACHINES[card].device_nbytes // GIB} GB (`{card}`) | {memory} GB | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -19,6 +19,8 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from sp_lightning.errors import OptionError
+
 from .checkpoints import read_jsonl, there
 
 logger = logging.getLogger(__name__)
@@ -105,9 +107,14 @@ class ChatData(L.LightningDataModule):
         for number, record in enumerate(records, 1):
             try:
                 found += documents(record, self.tokenizer, size)
-            except KeyError as error:
-                raise ValueError(f"record {number} of {path} has {sorted(record)}, but no {error}") from None
+            except KeyError:
+                known = "records of messages (role, content); instruction, output; prompt, completion; or text"
+                wrong = f"{sorted(record)} in record {number} of {path}"
+                raise OptionError(argument="data.path", found=wrong, allowed=known) from None
         learned = [one for one in found if any(label != IGNORED for label in one[1][1:size])]
+        if not learned:
+            allowed = f"a file with answers to learn within block_size={size} tokens"
+            raise OptionError(argument="data.path", found=f"{path} ({len(records)} records)", allowed=allowed)
         if len(learned) < len(found):
             logger.warning("%d of %d answers begin after block_size=%d", len(found) - len(learned), len(found), size)
         return packed(learned, size)

@@ -160,8 +160,8 @@ def _is_same(cls: Any, kind: int, flags: int, is_fused: bool, device: torch.devi
 def say_torch_steps(name: str, device: str, reason: str) -> None:
     """Log once, as a warning, that torch's own operators step on the host, and why."""
     log.warning(
-        "superpipeline: %s steps on the host by torch's own operators, which round in another way than those of %s and"
-        " take longer than compiled code: %s",
+        "superpipeline: %s steps on the host by torch's own operators, which may round in another way than those of %s"
+        " and take longer than compiled code: %s",
         name,
         device,
         reason,

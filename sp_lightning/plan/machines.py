@@ -134,7 +134,7 @@ MACHINES = {
 
 # ---- time
 
-COMPUTE, UP, DOWN, CORES = "compute", "host to device", "device to host", "host memory"
+COMPUTE, UP, DOWN, CORES = "compute", "host to device", "device to host", "host memory"  # all ranks'
 READ, WRITE, NETWORK = "disk read", "disk write", "network"
 
 
@@ -207,13 +207,10 @@ def step_time(
 
     def seconds(work: Work) -> float:
         """Return the seconds that this work takes with all lanes side by side."""
-        lanes = _lanes(work, machine, reached)
+        lanes = _lanes(work, machine, reached, ranks)
         link = _both_ways(lanes[UP], lanes[DOWN], machine.duplex)
         disk = _both_ways(lanes[READ], lanes[WRITE], machine.disk_duplex)
-        # Gradients of several devices are read once more, to be summed.
-        copied = ranks * (work.up + work.down * reached.down_cost * (2 if ranks > 1 else 1))
-        memory = max(lanes[CORES], (copied + work.cores) / machine.host_bytes_per_s)
-        return max(lanes[COMPUTE] + (link if alone else 0), link, disk, memory, lanes[NETWORK])
+        return max(lanes[COMPUTE] + (link if alone else 0), link, disk, lanes[CORES], lanes[NETWORK])
 
     back = seconds(backward)
     sweep = seconds(forward) + back
@@ -226,17 +223,20 @@ def step_time(
         last = max(sweep, seconds(forward + backward + step))
     whole = sum([forward, backward, first] * accumulate, step + first_step)
     taken = (accumulate - 1) * sweep + last + accumulate * serial + seconds(first_step) + seconds(Work(up=summed))
-    return taken, _lanes(whole, machine, reached)
+    return taken, _lanes(whole, machine, reached, ranks)
 
 
-def _lanes(work: Work, machine: Machine, reached: Reached) -> dict[str, float]:
-    """Return the seconds for which each lane of a machine is busy with this work."""
+def _lanes(work: Work, machine: Machine, reached: Reached, ranks: int) -> dict[str, float]:
+    """Return the seconds for which each lane of a machine is busy with this work, whose copies each rank makes."""
+    # Gradients of several devices are read once more, to be summed.
+    copied = ranks * (work.up + work.down * reached.down_cost * (2 if ranks > 1 else 1))
+    stepped = work.cores / (reached.step * machine.cores_bytes_per_s)
     products = work.flops / machine.flops_per_s + work.fp32_flops / (machine.fp32_flops_per_s or machine.flops_per_s)
     return {
         COMPUTE: products / reached.matrix + work.moved / machine.device_bytes_per_s,
         UP: work.up / machine.up_bytes_per_s,
         DOWN: work.down / machine.down_bytes_per_s,
-        CORES: work.cores / (reached.step * machine.cores_bytes_per_s),
+        CORES: max(stepped, (copied + work.cores) / machine.host_bytes_per_s),
         READ: work.read / machine.disk_bytes_per_s,
         WRITE: work.written / machine.disk_out_bytes_per_s,
         NETWORK: work.sent / machine.network_bytes_per_s,

@@ -179,11 +179,13 @@ class Plan:
             shown = [f"  {name:24}{format_bytes(nbytes):>12}" for name, nbytes in terms.items()]
             lines += ["", f"{title}:", *shown] if shown else []
         busy = ", ".join(f"{lane} {format_seconds(seconds)}" for lane, seconds in self.lanes.items() if seconds)
-        speed = ", ".join(f"{value:.3g} {name.split('_')[0]}" for name, value in self.speed.items())
+        digits = {name.split("_")[0]: float(f"{value:.3g}") for name, value in self.speed.items()}
+        speed = ", ".join(f"{value:,.10g} {name}" for name, value in digits.items())
+        hours = f"; 10 M tokens take {1e7 / self.speed['tokens_per_s'] / 3600:.2g} h" if self.tokens else ""
         lines += [
             "",
             f"A step takes {format_seconds(self.step_s)}, bound by {self.bound_by} (busy: {busy})",
-            f"Speed{'' if self.fits else ', if it fitted'}: {speed} a second",
+            f"Speed{'' if self.fits else ', if it fitted'}: {speed} a second{hours}",
         ]
         nothing = f"Nothing {'faster' if self.fits else 'that fits'} was found among: {'; '.join(self.tried)}"
         title = "Change:" if self.fits else "Would fit:"
@@ -266,7 +268,7 @@ class Planner:
         batches, disks, policies, halves = [Changes()], [Changes()], [Changes()], list[Changes]()
         if trains and not job.precision.endswith("16-true"):
             halves += {"precision": "bf16-true", "master_weights": True}, {"precision": "bf16-true"}
-        if trains and not plan.fits_host and not options.spills:
+        if trains and not plan.fits_host and not options.spills and job.devices * job.nodes == 1:
             disks.append({"disk": "FOLDER"})
         if not plan.fits_device:
             policies += _other_policies(plan, LESS)

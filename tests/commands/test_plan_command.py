@@ -121,6 +121,12 @@ def test_several_devices_have_one_host(llama, capsys):
     assert two["host_terms"] == one["host_terms"] and two["speed"]["rows_per_s"] > one["speed"]["rows_per_s"]
 
 
+def test_several_devices_are_offered_no_disk(llama, capsys):
+    run(*small(llama, "--devices", 2, "--host-memory", "2MiB"), status=1)
+    said = capsys.readouterr().out
+    assert "on the host, most for" in said and "disk=" not in said
+
+
 def test_a_disk_has_its_bytes_in_the_plan(llama, capsys, tmp_path):
     run(*small(llama, "--disk", tmp_path, "--host-budget", "0B", "--wire-dtype", "as-is", "--precision", "32-true"))
     said = capsys.readouterr().out

@@ -124,6 +124,7 @@ def test_several_devices_share_the_host_s_memory():
     tight = replace(MACHINE, host_bytes_per_s=20, duplex=1)
     assert seconds(NONE, Work(up=50), machine=tight, ranks=4) == 4 * 50 / 20
     assert seconds(NONE, Work(down=50), machine=tight, ranks=4) == 4 * 2 * 50 / 20  # sums read each once more
+    assert timed(backward=Work(up=50), machine=tight, ranks=4)[1][CORES] == 4 * 50 / 20
 
 
 # ---- the step on the device, the disk and the network

@@ -20,6 +20,7 @@ from often import often
 
 import parity
 from sp_lightning import cli
+from sp_lightning.errors import OptionError
 
 for package in ("transformers", "peft", "torchvision", "diffusers"):
     pytest.importorskip(package)
@@ -338,10 +339,14 @@ def test_of_a_record_the_answers_are_learned(record, learned, words):
 def test_a_record_of_another_kind_is_named(words):
     from examples.common.chats import ChatData
 
-    pathlib.Path("my.jsonl").write_text('{"text": "a"}\n{"question": "b"}\n')
+    path = pathlib.Path("my.jsonl")
+    path.write_text('{"text": "a"}\n{"question": "b"}\n')
     data = ChatData("my.jsonl")
     data.tokenizer = words
-    with pytest.raises(ValueError, match=r"record 2 of my.jsonl has \['question'\], but no 'instruction'"):
+    with pytest.raises(OptionError, match=r"data.path must be records of messages .*'question'.* in record 2 of my"):
+        data.blocks("my.jsonl")
+    path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    with pytest.raises(OptionError, match="answers to learn within block_size=128 tokens, got 'my.jsonl .1 records"):
         data.blocks("my.jsonl")
 
 
