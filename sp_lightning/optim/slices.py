@@ -113,6 +113,24 @@ def counts_on_device(optimizer: optim.Optimizer, group: GroupOptions) -> bool:
     return bool(group.get("fused") or group.get("capturable")) or type(optimizer) is optim.ASGD
 
 
+def options_of(optimizer: optim.Optimizer, group: GroupOptions, device: torch.device) -> GroupOptions:
+    """Copy a group's options; where the user chose no kernels, choose those that torch takes on the device."""
+    noted = {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
+    }
+    is_free = type(optimizer) in ELEMENTWISE and noted["foreach"] is None and noted.get("fused") is None
+    has_no_list = isinstance(optimizer, optim.Adam) and isinstance(noted["lr"], Tensor) and not noted["capturable"]
+    if is_free and not noted.get("differentiable") and not has_no_list:
+        noted["foreach"] = device.type in devices_with_lists()
+    return noted
+
+
+def writes_any_gradient(optimizer: optim.Optimizer, device: torch.device) -> bool:
+    """Whether a plain step on the device would write into gradients."""
+    groups = (options_of(optimizer, group, device) for group in optimizer.param_groups)
+    return any(writes_gradients(type(optimizer), group) for group in groups)
+
+
 def code_of_step(optimizer: optim.Optimizer) -> Any:
     """Return an optimizer's step function without the hooks that torch runs around it."""
     step: Any = type(optimizer).step
@@ -126,28 +144,15 @@ class SlicedOptimizer:
         self.user, self._device = user, device
         self.has_written = False  # whether any weight was stepped
         self.is_elementwise = type(user) in ELEMENTWISE  # such classes take lists of tensors by default
-        self._options = [self._noted(group) for group in user.param_groups]
+        self._options = [options_of(user, group, device) for group in user.param_groups]
         self._loops = [loop_for(type(user), group, device) if on_host else None for group in self._options]
         self._counts_go_up = [counts_on_device(user, group) for group in self._options]
         given = {name: getattr(user, name, None) for name in SCALING}
         self._scaling = {name: value for name, value in given.items() if value is not None}
         self._scaling_here = {name: value.to("cpu") for name, value in self._scaling.items()}
-        # Whether the step divides gradients by the scale of a GradScaler, or writes into them.
-        self.changes_gradients = bool(self._scaling) or any(
-            writes_gradients(type(user), group) for group in self._options
-        )
-
-    def _noted(self, group: GroupOptions) -> GroupOptions:
-        """Copy a group's options; where the user chose no kernels, choose those that torch takes on the device."""
-        noted = {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        is_free = self.is_elementwise and noted["foreach"] is None and noted.get("fused") is None
-        if is_free and not noted.get("differentiable") and not isinstance(noted["lr"], Tensor):
-            noted["foreach"] = self._device.type in devices_with_lists()
-        return noted
+        self.writes_gradients = any(writes_gradients(type(user), group) for group in self._options)
+        # Whether gradients are others after the step: also divided by the scale of a GradScaler.
+        self.changes_gradients = bool(self._scaling) or self.writes_gradients
 
     def unscale(self, work: list[StepWork]) -> None:
         """Divide gradients, of which ranges were stepped, by the scale of a GradScaler, as a fused kernel does."""

@@ -9,7 +9,8 @@
    units in different orders. Numbers, such as a count of steps, are each rank's own.
 4. Ranks may begin steps beside their backwards, each of other units: so nothing waits for a step before the user's
    call of `step`, by which all have begun.
-5. An optimizer that does not treat each element by itself steps whole weights, on every rank, in its user's copy.
+5. An optimizer that does not treat each element by itself, or writes into gradients, steps whole weights, on every
+   rank, in its user's copy.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..errors import UnsupportedError
 from ..host.device import Device, aligned
 from ..optim.filed import SliceState, is_shaped, ranged
 from ..optim.half_applied import mark
-from ..optim.slices import ELEMENTWISE, SlicedOptimizer, StepWork, steps_by_weight
+from ..optim.slices import ELEMENTWISE, SlicedOptimizer, StepWork, steps_by_weight, writes_any_gradient
 from ..optim.steps import Steps
 from ..optim.unit_steps import OptimizerStep
 from ..store.store import Store
@@ -62,7 +63,8 @@ class SharedSteps(Steps):
     def step_beside_backward(self, optimizer: optim.Optimizer | None) -> None:
         """Step gradients as they come, by this optimizer if it is elementwise; None: no longer."""
         # Steps of whole weights wait for each other, so all ranks take them in one order.
-        super().step_beside_backward(optimizer if type(optimizer) in ELEMENTWISE else None)
+        has_parts = type(optimizer) in ELEMENTWISE and not writes_any_gradient(optimizer, self._device)
+        super().step_beside_backward(optimizer if has_parts else None)
 
     def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
         """Step a unit's weights now, if their gradients are final and all its weights have parts."""
@@ -206,9 +208,12 @@ def _has_parts(weight: Weight) -> bool:
 
 
 def _is_cut(item: StepWork, sliced: SlicedOptimizer) -> bool:
-    """Whether ranks step parts of this weight: it has dimensions, a dense gradient, and no file of each rank's own."""
-    has_parts = sliced.is_elementwise and _has_parts(item.weight) and item.weight.place is None
-    return has_parts and getattr(item.grad, "layout", torch.strided) is torch.strided
+    """Whether ranks step parts of this weight: it has dimensions, a dense gradient, and no file of each rank's own.
+
+    A step that writes into gradients is of whole weights: each rank has a gradient of its own.
+    """
+    has_parts = _has_parts(item.weight) and item.weight.place is None and not sliced.writes_gradients
+    return sliced.is_elementwise and has_parts and getattr(item.grad, "layout", torch.strided) is torch.strided
 
 
 # ---- optimizer state

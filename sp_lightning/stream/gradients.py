@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat.dynamo import never_compiled_hook
 from ..compat.torch import (
     at_end_of_backward,
     copy_all,
@@ -79,6 +80,7 @@ class Gradients:
         """Release the device memory of sent gradients. Blocks until their copies to the host are done."""
         self.ring.close()
 
+    @never_compiled_hook
     def take(self, weight: Weight, leaf: Tensor) -> None:
         """Take a gradient off its leaf; with the last one of a unit, start to copy the unit's gradients to the host."""
         key, unit = (graph_task(), self), weight.unit

@@ -66,6 +66,7 @@ class HostParameter(Watched, nn.Parameter):
             return grad_of(self)  # type: ignore[no-any-return]
 
     @grad.setter
+    @never_compiled_hook
     def grad(self, value: Tensor | None) -> None:
         if backwards:
             recover()

@@ -77,19 +77,23 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 class Before:
-    """A tensor that a forward finds among its arguments or buffers, with a clone of its values if ``is_cloned``."""
+    """A tensor that a forward finds among its arguments or buffers, with a clone of its values if ``is_cloned``.
+
+    One of inference mode has no version: that it was written shows in its values, if it is cloned.
+    """
 
     packed: Any  # the values of an argument, saved for the second run
 
     def __init__(self, tensor: Tensor, is_cloned: bool) -> None:
         self.tensor: Any = tensor
-        self._version, self._requires_grad = tensor._version, tensor.requires_grad
+        self._version = None if tensor.is_inference() else tensor._version
+        self._requires_grad = tensor.requires_grad
         self.clone = tensor.detach().clone() if is_cloned else None
 
     @property
     def was_written(self) -> bool:
         """Whether the forward wrote to the tensor, as its version shows."""
-        return bool(self.tensor._version != self._version)
+        return self.has_other_values if self._version is None else bool(self.tensor._version != self._version)
 
     @property
     def has_other_values(self) -> bool:
@@ -100,12 +104,15 @@ class Before:
         """Save the values that an argument had before the forward, and drop the tensor."""
         if not self.was_written:
             self.clone = None
+        if self.clone is None and self._version is None:
+            return  # autograd's saved tensors have versions
         self.packed = pack(self.tensor if self.clone is None else self.clone)
         self.tensor = None
 
     def unpack(self) -> Tensor:
         """Return the argument as the first run found it."""
-        found: Tensor = self.packed.get().detach().requires_grad_(self._requires_grad)
+        kept = self.packed.get() if self.tensor is None else self.tensor
+        found: Tensor = kept.detach().requires_grad_(self._requires_grad)
         return found if self.clone is None else found.clone()  # a clone: autograd refuses writes to a leaf
 
 
@@ -113,7 +120,8 @@ class Recompute:
     """Runs a module's forward, and a second time in backward with the same arguments and buffers.
 
     The first call clones all tensors that are arguments, and all buffers. Later calls clone only those that the first
-    one wrote to. Tensors inside of arguments, such as those of a cache, may not be written.
+    one wrote to. Tensors inside of arguments, such as those of a cache, may not be written; those of inference mode are
+    treated as arguments.
     """
 
     def __init__(self, module: nn.Module, name: str, device: torch.device) -> None:
@@ -131,22 +139,21 @@ class Recompute:
         places = {id(value): place for place, value in (*enumerate(args), *kwargs.items())}
 
         def note(tensor: Tensor) -> Any:
-            """Note a tensor among the arguments, by its place or, inside of one, a number.
-
-            A parameter is passed on, and a tensor of inference mode, which has no version and is not written.
-            """
-            if isinstance(tensor, nn.Parameter) or tensor.is_inference():
+            """Note a tensor among the arguments, by its place or, inside of one, a number; a parameter is passed on."""
+            if isinstance(tensor, nn.Parameter):
                 return tensor
             is_direct = id(tensor) in places
             key = is_direct, places.get(id(tensor), len(arguments))
-            return self._note(arguments, key, tensor, is_direct)
+            arguments[key] = Before(tensor, (is_direct or tensor.is_inference()) and self._may_write(key))
+            return arguments[key]
 
         before = copied((args, kwargs), Tensor, note)
         buffers: dict[Any, Before] = {}
         for module in self._module.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_inference():
-                    self._note(buffers, (module, name), buffer, True)
+                if buffer is not None:
+                    key = module, name
+                    buffers[key] = Before(buffer, buffer.is_inference() or self._may_write(key))
         with without_dispatch():
             params = [p for module in self._module.modules() for p in module._parameters.values() if p is not None]
             trained = [(param, requires_grad_of(param)) for param in params]
@@ -173,10 +180,9 @@ class Recompute:
             argument.pack(pack if is_direct else Kept)  # layers share caches, and what is in them: it stays
         return result
 
-    def _note(self, found: dict[Any, Before], key: Any, tensor: Tensor, may_clone: bool) -> Before:
-        """Note a tensor before the forward, and clone it if it may be cloned and the forward may write to it."""
-        found[key] = Before(tensor, may_clone and (self._written is None or key in self._written))
-        return found[key]
+    def _may_write(self, key: Any) -> bool:
+        """Whether the forward may write to an argument or a buffer: the first call tells."""
+        return self._written is None or key in self._written
 
     def _learn(self, arguments: dict[Any, Before], buffers: dict[Any, Before]) -> None:
         """Note what the forward wrote to, and raise if that was not cloned; forget the buffers that it left alone."""
@@ -195,7 +201,8 @@ class Recompute:
                 )
         for key in [*buffers]:
             module, name = key
-            if key not in self._written and module._buffers.get(name) is buffers[key].tensor:
+            is_as_before = key not in self._written and not buffers[key].was_written
+            if is_as_before and module._buffers.get(name) is buffers[key].tensor:
                 del buffers[key]
 
 

@@ -85,10 +85,9 @@ class Watched(Lazy):
                 if func in PLACE and weight is not None:
                     window = weight.unit.window
                     return func(weight.leaf if window.is_in_call or window.is_in_step else args[0])
-                result = func(*args, **(kwargs or {}))
                 if func in FREEZING and weight is not None:
-                    sync_requires_grad(weight)
-                return result
+                    return _freeze(func, weight, args, kwargs or {})
+                return func(*args, **(kwargs or {}))
         return NotImplemented if has_others(types) else cls._run(func, types, args, kwargs or {})
 
     @classmethod
@@ -253,6 +252,14 @@ def is_inside_step(func: Any, args: Any, kwargs: Any) -> bool:
         return any(weight.leaf.device.type != "cpu" and weight.leaf.device in others for weight in found)
     is_in_step = any(weight.unit.window.is_in_step for weight in found)
     return is_in_step and all(id(each) in weights for each in watched)  # writes to an alias go to the host
+
+
+@never_compiled_hook
+def _freeze(func: Any, weight: Weight, args: Any, kwargs: Any) -> Any:
+    """Set `requires_grad` of a parameter, and of its leaf."""
+    result = func(*args, **kwargs)
+    sync_requires_grad(weight)
+    return result
 
 
 def sync_requires_grad(weight: Weight) -> None:

@@ -284,6 +284,15 @@ def kept_and_written(run: Rank) -> None:
         run.seen += [grad.clone() for grad in grads]
 
 
+def stepped_into_gradients(run: Rank) -> None:
+    """Take steps that write into gradients, to which the next backward adds."""
+    run.optimizer = torch.optim.SGD(run.model.parameters(), 0.1, momentum=0.9, nesterov=True, foreach=True)
+    for step in range(3):
+        run.backward(step)
+        run.optimizer.step()
+        run.seen += [grad.clone() for grad in run.gradients()]
+
+
 def kept_list(run: Rank) -> None:
     """Scale gradients through a list that was made once."""
     run.backward(0)
@@ -359,6 +368,7 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     for program in (
         kept_views,
         kept_and_written,
+        stepped_into_gradients,
         kept_list,
         kept_list_of_an_accumulation,
         reset_state,

@@ -208,3 +208,76 @@ def test_a_weight_that_another_unit_writes_is_an_error(device):
     with streamed(net, device, window=1, units=["Table"], activations="recompute"):
         with pytest.raises(ExactnessError, match=r"writes to its weights|was changed after its forward"):
             net(x).sum().backward()
+
+
+class Averaging(nn.Module):
+    """Keeps an average in a buffer of inference mode, which each forward replaces, or writes."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.layer, self.writes = nn.Linear(8, 8), writes
+        self.register_buffer("average", torch.ones(8))
+
+    def forward(self, x):
+        if self.writes and not self.average.is_inference():
+            with torch.inference_mode():
+                self.average = self.average.clone()
+        y = x + self.layer(x).sigmoid() * self.average.clone()
+        with torch.inference_mode():
+            if self.writes:
+                self.average.mul_(0.9).add_(x.mean(0) * 0.1)
+            else:
+                self.average = self.average * 0.9 + x.mean(0) * 0.1
+        return y
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+def test_a_buffer_of_inference_mode_is_put_back(activations, writes):
+    def train(model):
+        for seed in range(3):
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        return [*(p.grad.clone() for p in model.parameters()), *(buffer.clone() for buffer in model.buffers())]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Averaging(writes) for _ in range(3)))
+    want = train(copy.deepcopy(model))
+    with streamed(model, "cpu", activations=activations):
+        assert all(map(torch.equal, train(model), want))
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute+offload"])
+def test_an_argument_of_inference_mode_that_is_written_is_put_back(activations):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, count):
+            y = self.layer(x) * count.clone()
+            with torch.inference_mode():
+                count += 1
+            return y
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Counting() for _ in range(3))
+
+        def forward(self, x):
+            with torch.inference_mode():
+                count = torch.ones(1)
+            for layer in self.layers:
+                x = layer(x, count)
+            return x
+
+    def train(model):
+        for _ in range(2):
+            model(torch.ones(4, 8)).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    torch.manual_seed(0)
+    model = Counted()
+    want = train(copy.deepcopy(model))
+    with streamed(model, "cpu", activations=activations):
+        assert all(map(torch.equal, train(model), want))

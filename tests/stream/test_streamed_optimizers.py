@@ -1,6 +1,7 @@
 """Each of torch's optimizers, with options and types of weights that take other ways, steps as in the plain run."""
 
 import copy
+import functools
 import os
 import threading
 import time
@@ -60,7 +61,11 @@ def test_weights_of_other_types_step_as_in_the_plain_run(name, dtype, device):
     check(Program(program(*OPTIMIZERS[name], dtype=dtype), lambda: Net().to(dtype)), device)
 
 
-WRITING = {"nesterov": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}), "rprop": (torch.optim.Rprop, {})}
+WRITING = {
+    "nesterov": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "nesterov": True}),
+    "nesterov, lr a tensor": (torch.optim.SGD, {"lr": torch.tensor(1e-3), "momentum": 0.9, "nesterov": True}),
+    "rprop": (torch.optim.Rprop, {"lr": 1e-3}),
+}
 
 
 @pytest.mark.parametrize("options", [{}, {"resident": 1}, {"optimizer_device": "device"}], ids=str)
@@ -72,7 +77,7 @@ def test_a_step_that_writes_into_gradients_does_so(name, reads, options):
     cls, values = WRITING[name]
 
     def steps(run, model):
-        optimizer, seen = run.noted(cls(model.parameters(), 1e-3, **values)), []
+        optimizer, seen = run.noted(cls(model.parameters(), **values)), []
         for i in range(4):
             loss = model(run.x(i)).square().mean()
             loss.backward()
@@ -239,7 +244,31 @@ def test_compiled_code_reads_weights_between_steps(read):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_compiled_code_runs_backward_and_sets_gradients_and_what_trains():
+    def steps(run, model):
+        @functools.partial(torch.compile, backend="eager")
+        def train(x):
+            model.blocks[1].up.weight.requires_grad = False
+            loss = model(x).square().mean()
+            loss.backward()
+            for param in model.parameters():
+                param.grad = None if param.grad is None else param.grad * 0.5
+            return loss
+
+        optimizer, losses = run.noted(torch.optim.SGD(model.parameters(), 0.1)), []
+        for i in range(3):
+            losses.append(train(run.x(i)).detach().clone())
+            optimizer.step()
+            torch.compile(model.zero_grad, backend="eager")()
+        return losses
+
+    torch._dynamo.reset()
+    check(Program(steps, Net), "cpu")
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_a_compiled_step_steps_streamed_units_eagerly():
+    torch._dynamo.reset()
     plain, model = copy.deepcopy(net := Net()), net
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     with streamed(model, "cpu"):
