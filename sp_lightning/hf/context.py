@@ -205,7 +205,9 @@ class Streaming:
 
         Collective with ``shares``: all processes stream one copy.
         """
-        around, parts = handles_of(self.handles, module.parameters()), set(module.modules())
+        parts, of_weights = set(module.modules()), handles_of(self.handles, module.parameters())
+        # All of a module's weights may have been replaced since it began to stream.
+        around = [handle for handle in self.handles if handle in of_weights or handle.module in parts]
         outside = [handle for handle in around if handle.module not in parts]
         shared = [handle for handle in around if _is_shared(handle)]
         streams = all(unit_of(parameter) is not None for parameter in module.parameters())

@@ -582,3 +582,23 @@ def test_an_accelerate_that_lacks_a_dependency_says_which(monkeypatch, unloaded,
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="needed_by_accelerate"), sp_lightning.hf.streaming():
         pass
+
+
+@pytest.mark.parametrize("resident", [0, 1, "auto"])
+def test_a_model_whose_weights_were_all_replaced_goes_on(resident, device):
+    def train():
+        net = blocks().to(device)
+        net.load_state_dict({name: value.clone() * 0.9 for name, value in net.state_dict().items()}, assign=True)
+        net.to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), 0.05)
+        for x in inputs(device):
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().cpu().clone() for param in net.parameters()]
+
+    torch.manual_seed(0)
+    want = train()
+    torch.manual_seed(0)
+    with sp_lightning.hf.streaming(window=1, resident=resident):
+        assert all(map(torch.equal, train(), want))
