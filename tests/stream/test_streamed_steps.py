@@ -379,3 +379,59 @@ def test_an_interrupted_step_raises_once_its_thread_is_idle(monkeypatch):
             assert len(begun) == len(ended) > 0 and array.size
         with contextlib.suppress(HalfAppliedStepError):
             handle.finish_step()
+
+
+# ---- while the thread is late
+
+
+def late(monkeypatch, cls, name):
+    """Have a method that the thread runs begin late."""
+    method = getattr(cls, name)
+
+    def begun_late(self, *args):
+        time.sleep(0.02)
+        return method(self, *args)
+
+    monkeypatch.setattr(cls, name, begun_late)
+
+
+def accumulate(model, edit):
+    """Train on two batches for a step, with an edit of the gradients after the second one; return what it saw."""
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for step in range(2):
+        views = [param.grad.view(-1) for param in model.parameters()] if step else []
+        for seed in range(2):
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        seen += [view.clone() for view in views]
+        edit(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return [*seen, *(param.detach().clone() for param in model.parameters())]
+
+
+def test_a_factor_and_a_view_are_of_the_sum_of_gradients(monkeypatch):
+    def halve(model):
+        for param in model.parameters():
+            param.grad.mul_(0.5)
+
+    model = Net()
+    want = accumulate(copy.deepcopy(model), halve)
+    late(monkeypatch, GradientBytes, "_add")
+    with streamed(model, "cpu"):
+        assert all(map(torch.equal, accumulate(model, halve), want))
+
+
+@pytest.mark.parametrize("resident", [0, 7])
+def test_a_parameter_that_is_replaced_after_a_step_has_been_stepped(resident, monkeypatch):
+    def train(model):
+        optimizer, layer = torch.optim.SGD(model.parameters(), lr=0.1), model.blocks[4].up
+        model(torch.ones(4, 8)).square().mean().backward()
+        optimizer.step()
+        before, layer.weight = layer.weight, torch.nn.Parameter(torch.ones(64, 32))
+        return model(torch.ones(4, 8)).detach().clone(), before.detach().clone()
+
+    model = Net()
+    want = train(copy.deepcopy(model))
+    late(monkeypatch, SlicedOptimizer, "step")
+    with streamed(model, "cpu", resident=resident):
+        assert all(map(torch.equal, train(model), want))
