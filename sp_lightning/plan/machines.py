@@ -12,7 +12,7 @@ first.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 GIB = 2**30
 
@@ -154,7 +154,8 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         """Return the sum of this work and another's, lane by lane."""
-        return Work(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Work)})
+        theirs = vars(other)
+        return Work(**{lane: own + theirs[lane] for lane, own in vars(self).items()})
 
 
 def step_cost(parameters: float, states: float = 2, on_device: bool = False) -> Work:

@@ -126,8 +126,9 @@ class PlannedModel:
             made: Tensor = form.whole((self.tensors.adopt(part) for _, part in parts), torch.device("cpu"))
             vars(made)[IS_PARAMETER] = True
             return made.requires_grad_(tensor.requires_grad)
-        like = self.tensors.adopt(tensor.detach(), self._dtype if tensor.is_floating_point() else None)
-        return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+        like = self.tensors.adopt(tensor, self._dtype if tensor.is_floating_point() else None)
+        is_new = like is not tensor and isinstance(tensor, nn.Parameter)
+        return nn.Parameter(like, tensor.requires_grad) if is_new else like
 
     def _cut(self, classes: UnitSpec, resident: Any, wire_dtype: str, masters: bool) -> None:
         """Cut the module into units, and make weights narrow that travel in half precision.
@@ -151,9 +152,14 @@ class PlannedModel:
 
     # ---- a trace
 
+    @functools.cached_property
+    def _stack(self) -> tuple[nn.ModuleList, list[int]]:
+        """The longest list of like blocks, and their units; raise ValueError if none has more than three."""
+        return _longest_stack(self.module, self.units)
+
     def _trace(self, activations: str, rows: int) -> Trace:
         """Trace a step with a policy on a batch of so many rows; of many like blocks three run, if possible."""
-        with contextlib.suppress(Exception), _fewer_blocks(self.module, self.units) as (ran, every):
+        with contextlib.suppress(Exception), _fewer_blocks(*self._stack) as (ran, every):
             found = self._traced(activations, rows)
             found.visits = _repeated(found.visits, ran, every)
             return found
@@ -270,17 +276,22 @@ def _state_nbytes(optimizer: Optimizer) -> int:
 # ---- of many blocks that are alike three run; the middle one's visits stand for those of all others
 
 
-@contextlib.contextmanager
-def _fewer_blocks(module: nn.Module, units: Sequence[FoundUnit]) -> Iterator[tuple[list[int], list[int]]]:
-    """Cut the longest list of like blocks to three in this context; yield the unit indices of the three, and of all.
+def _longest_stack(module: nn.Module, units: Sequence[FoundUnit]) -> tuple[nn.ModuleList, list[int]]:
+    """Return the longest list of like blocks, and the indices of their units.
 
     Raises ValueError if no list has more than three like blocks.
     """
     places = {id(inner): unit.index for unit in units if len(unit.modules) == 1 for _, inner in unit.modules}
     lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child) > ALIKE]
-    stacks = [one for one in lists if all(id(block) in places and _form(block) == _form(one[0]) for block in one)]
-    stack = max(stacks, key=len)
-    every, rest = [places[id(block)] for block in stack], list(stack[ALIKE:])
+    streamed = [one for one in lists if all(id(block) in places for block in one)]
+    stack = max((one for one in streamed if len(set(map(_form, one))) == 1), key=len)
+    return stack, [places[id(block)] for block in stack]
+
+
+@contextlib.contextmanager
+def _fewer_blocks(stack: nn.ModuleList, every: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Cut a list of like blocks to three in this context; yield the unit indices of the three, and of all."""
+    rest = list(stack[ALIKE:])
     del stack[ALIKE:]
     try:
         yield every[:ALIKE], every
@@ -290,7 +301,7 @@ def _fewer_blocks(module: nn.Module, units: Sequence[FoundUnit]) -> Iterator[tup
 
 def _form(block: nn.Module) -> Any:
     """Return a key that like blocks have in common: their modules as text, and their weights' shapes and types."""
-    return str(block), [(p.shape, p.dtype, p.requires_grad) for p in block.parameters()]
+    return str(block), *((p.shape, p.dtype, p.requires_grad) for p in block.parameters())
 
 
 def _repeated(visits: list[Visit], ran: list[int], every: list[int]) -> list[Visit]:

@@ -18,7 +18,7 @@ from ..host.room import UnitNumbers
 from ..options import Options, format_bytes, format_seconds
 from ..store.placement import UnitBytes, choose
 from ..stream.partition import FoundUnit
-from .machines import Machine, Work, step_cost, step_time
+from .machines import GIB, Machine, Work, step_cost, step_time
 from .model import PlannedModel
 from .trace import GRADIENTS, ROOT, WINDOW, Loads, Trace, sweep
 
@@ -29,7 +29,8 @@ WINDOWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 EQUAL = 1.02  # ratio of times below which they count as equal
 OFFERED = 3  # changes
 LESS = "recompute", "offload", "recompute+offload"  # policies that leave less on the device than "keep"
-COSTS = {  # what a change does to the numbers, or to a step
+COSTS: dict[Any, str] = {  # what a change does to the numbers, or to a step
+    "host_budget": "frozen weights are read from their files",
     ("activations", "keep"): "more bytes on the device",
     ("activations", "recompute"): "each forward runs twice",
     ("activations", "offload"): "what units save goes to the host and comes back",
@@ -187,7 +188,7 @@ class Plan:
             f"A step takes {format_seconds(self.step_s)}, bound by {self.bound_by} (busy: {busy})",
             f"Speed{'' if self.fits else ', if it fitted'}: {speed} a second{hours}",
         ]
-        nothing = f"Nothing {'faster' if self.fits else 'that fits'} was found among: {'; '.join(self.tried)}"
+        nothing = f"None of these {'fits and is faster' if self.fits else 'would fit'}: {'; '.join(self.tried)}"
         title = "Change:" if self.fits else "Would fit:"
         lines += [title, *(f"- {change}" for change in self.changes)] if self.changes else [nothing]
         return "\n".join(lines)
@@ -221,7 +222,7 @@ class Planner:
                 continue
             slower = plan.speed["rows_per_s"] / sized.speed["rows_per_s"]
             if not plan.fits or slower < 1 / EQUAL:
-                cost = ", ".join(COSTS[one] for one in changes.items() if one in COSTS)
+                cost = ", ".join(COSTS[key] for one in changes.items() for key in (one, one[0]) if key in COSTS)
                 found.append(Change(tried[-1], cost, sized.device_nbytes, sized.host_nbytes, sized.step_s, slower))
             if len(found) == OFFERED:
                 break
@@ -268,6 +269,8 @@ class Planner:
         batches, disks, policies, halves = [Changes()], [Changes()], [Changes()], list[Changes]()
         if trains and not job.precision.endswith("16-true"):
             halves += {"precision": "bf16-true", "master_weights": True}, {"precision": "bf16-true"}
+        if plan.trained < plan.parameters and not plan.fits_host and options.host_budget is None:
+            disks.append({"host_budget": f"{int(0.9 * job.host_available / GIB)}GiB"})
         if trains and not plan.fits_host and not options.spills and job.devices * job.nodes == 1:
             disks.append({"disk": "FOLDER"})
         if not plan.fits_device:

@@ -39,6 +39,16 @@ def test_a_host_that_is_short_gets_a_disk():
     assert found.fits_device and not found.fits and found.changes[0].what == "disk='FOLDER'"
 
 
+def test_a_host_that_is_short_of_frozen_weights_leaves_them_in_their_files():
+    short = plan(
+        lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(40))).requires_grad_(False),
+        torch.ones(1, 512),
+        machine="rtx4090",
+        host_memory="32MiB",
+    )
+    assert not short.fits_host and [change.what for change in short.changes] == ["host_budget='0GiB'"]
+
+
 def test_a_window_that_is_too_large_is_left_to_auto():
     most = planned(activations="recompute").device_nbytes
     found = planned(activations="recompute", window=6, device_memory=most)
@@ -48,7 +58,7 @@ def test_a_window_that_is_too_large_is_left_to_auto():
 def test_what_was_tried_is_listed_where_nothing_is_faster():
     found = planned(device_memory=planned().device_nbytes)
     assert found.fits and not found.changes
-    assert f"was found among: a batch of {2 * ROWS} rows; activations='recompute'" in str(found)
+    assert f"None of these fits and is faster: a batch of {2 * ROWS} rows; activations='recompute'" in str(found)
 
 
 def test_where_a_run_fits_the_changes_are_faster():
