@@ -125,10 +125,12 @@ def options_of(optimizer: optim.Optimizer, group: GroupOptions, device: torch.de
     return noted
 
 
-def writes_any_gradient(optimizer: optim.Optimizer, device: torch.device) -> bool:
-    """Whether a plain step on the device would write into gradients."""
+def steps_in_parts(optimizer: optim.Optimizer | None, device: torch.device) -> bool:
+    """Whether a plain step on the device treats each element by itself, and leaves gradients as they are."""
+    if optimizer is None or type(optimizer) not in ELEMENTWISE:
+        return False
     groups = (options_of(optimizer, group, device) for group in optimizer.param_groups)
-    return any(writes_gradients(type(optimizer), group) for group in groups)
+    return not any(writes_gradients(type(optimizer), group) for group in groups)
 
 
 def code_of_step(optimizer: optim.Optimizer) -> Any:

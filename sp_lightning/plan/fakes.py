@@ -62,7 +62,7 @@ class FakeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def adopt(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor like this one, of type ``dtype`` if given: fake, or a copy if it is small and of integers."""
-        if is_fake(tensor) and tensor.fake_mode is self._fake and dtype in (None, tensor.dtype):
+        if getattr(tensor, "fake_mode", None) is self._fake and dtype in (None, tensor.dtype):
             return tensor
         if not is_fake(tensor) and not tensor.is_meta and _is_known(tensor):
             return tensor.detach().to(dtype or tensor.dtype, copy=True)

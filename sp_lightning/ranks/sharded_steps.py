@@ -31,7 +31,7 @@ from ..errors import UnsupportedError
 from ..host.device import Device, aligned
 from ..optim.filed import SliceState, is_shaped, ranged
 from ..optim.half_applied import mark
-from ..optim.slices import ELEMENTWISE, SlicedOptimizer, StepWork, steps_by_weight, writes_any_gradient
+from ..optim.slices import SlicedOptimizer, StepWork, steps_by_weight, steps_in_parts
 from ..optim.steps import Steps
 from ..optim.unit_steps import OptimizerStep
 from ..store.store import Store
@@ -63,8 +63,7 @@ class SharedSteps(Steps):
     def step_beside_backward(self, optimizer: optim.Optimizer | None) -> None:
         """Step gradients as they come, by this optimizer if it is elementwise; None: no longer."""
         # Steps of whole weights wait for each other, so all ranks take them in one order.
-        has_parts = type(optimizer) in ELEMENTWISE and not writes_any_gradient(optimizer, self._device)
-        super().step_beside_backward(optimizer if has_parts else None)
+        super().step_beside_backward(optimizer if steps_in_parts(optimizer, self._device) else None)
 
     def delivered(self, unit: Unit, whose: list[Weight], is_complete: bool) -> None:
         """Step a unit's weights now, if their gradients are final and all its weights have parts."""
