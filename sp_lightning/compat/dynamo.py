@@ -79,6 +79,8 @@ def compiling_as_here(function: F) -> F:
 
 def wait_beside_compilation(future: Future[Any]) -> None:
     """Wait for work of a thread that takes `compile_lock`; while the caller compiles, it lends the lock."""
+    if future.done():
+        return
     if compilation() is None:
         wait([future])
         return

@@ -100,14 +100,13 @@ class GradientBytes:
     def wait(self) -> None:
         """Wait until no sum and no step uses the gradient. A step's error is raised by the unit's `wait_step`."""
         self.wait_added()
-        if self.step is not None and not self.step.done():
+        if self.step is not None:
             wait_beside_compilation(self.step)
 
     def wait_added(self) -> None:
         """Wait until the pending sum of gradients is done; raise its error."""
         if self.adding is not None:
-            if not self.adding.done():
-                wait_beside_compilation(self.adding)
+            wait_beside_compilation(self.adding)
             self.adding.result()
 
     def wait_true(self) -> Tensor:
