@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import functools
 import operator
 import random
 import types
@@ -95,9 +96,12 @@ class Before:
         """Whether the forward wrote to the tensor, as its version shows."""
         return self.has_other_values if self._version is None else bool(self.tensor._version != self._version)
 
-    @property
+    @functools.cached_property
     def has_other_values(self) -> bool:
-        """Whether the tensor has other values than its clone: batch norm writes its statistics without a version."""
+        """Whether the forward left other values than the clone's: batch norm writes statistics without a version.
+
+        Compared once, as that waits for the device.
+        """
         return self.clone is not None and not torch.equal(self.clone, self.tensor)
 
     def pack(self, pack: Callable[[Tensor], Any]) -> None:
@@ -105,7 +109,7 @@ class Before:
         if not self.was_written:
             self.clone = None
         if self.clone is None and self._version is None:
-            return  # autograd's saved tensors have versions
+            return  # it stays as it is: what saves tensors asks for their version
         self.packed = pack(self.tensor if self.clone is None else self.clone)
         self.tensor = None
 
