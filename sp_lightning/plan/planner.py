@@ -28,6 +28,7 @@ DRIVERS = {"cuda": (2 * 8 * 2**20 + 2**18, 2**29, 0.04)}
 WINDOWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96
 EQUAL = 1.02  # ratio of times below which they count as equal
 OFFERED = 3  # changes
+BUDGETED = 0.9  # share of the host's memory that is offered as host_budget; activations take some beside it
 LESS = "recompute", "offload", "recompute+offload"  # policies that leave less on the device than "keep"
 COSTS: dict[Any, str] = {  # what a change does to the numbers, or to a step
     "host_budget": "frozen weights are read from their files",
@@ -270,7 +271,7 @@ class Planner:
         if trains and not job.precision.endswith("16-true"):
             halves += {"precision": "bf16-true", "master_weights": True}, {"precision": "bf16-true"}
         if plan.trained < plan.parameters and not plan.fits_host and options.host_budget is None:
-            disks.append({"host_budget": f"{int(0.9 * job.host_available / GIB)}GiB"})
+            disks.append({"host_budget": f"{int(BUDGETED * job.host_available / GIB)}GiB"})
         if trains and not plan.fits_host and not options.spills and job.devices * job.nodes == 1:
             disks.append({"disk": "FOLDER"})
         if not plan.fits_device:
