@@ -148,11 +148,11 @@ class SlicedOptimizer:
         self.is_elementwise = type(user) in ELEMENTWISE  # such classes take lists of tensors by default
         self._options = [options_of(user, group, device) for group in user.param_groups]
         self._loops = [loop_for(type(user), group, device) if on_host else None for group in self._options]
+        self.writes_gradients = any(writes_gradients(type(user), group) for group in self._options)
         self._counts_go_up = [counts_on_device(user, group) for group in self._options]
         given = {name: getattr(user, name, None) for name in SCALING}
         self._scaling = {name: value for name, value in given.items() if value is not None}
         self._scaling_here = {name: value.to("cpu") for name, value in self._scaling.items()}
-        self.writes_gradients = any(writes_gradients(type(user), group) for group in self._options)
         # Whether gradients are others after the step: also divided by the scale of a GradScaler.
         self.changes_gradients = bool(self._scaling) or self.writes_gradients
 

@@ -320,7 +320,7 @@ class Activations:
             and not isinstance(tensor, nn.Parameter)
             and not tensor.is_conj()
             and not tensor.is_neg()
-            and tensor.stride() == dense_strides(tensor)
+            and (tensor.is_contiguous() or tensor.stride() == dense_strides(tensor))
         )
 
     def run(self, repeat: Callable[..., Any], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -76,7 +76,8 @@ class Pending:
         """Wait until no step is under way; raise the last step's error."""
         if (last := self.last) is not None:
             try:
-                wait_beside_compilation(last)
+                if not last.done():
+                    wait_beside_compilation(last)
                 last.result()
             finally:
                 with self._lock:  # another thread may wait or begin a step; an interrupt ends only the wait
