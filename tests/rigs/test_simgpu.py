@@ -91,6 +91,23 @@ def test_backward_runs_on_the_forwards_stream():
     assert torch.equal(w.grad.cpu(), torch.full((8, 8), 2.0)) and not simgpu.races()
 
 
+LOSSES = [getattr(torch.nn.functional, f"{name}_loss") for name in ("mse", "l1", "smooth_l1", "huber", "soft_margin")]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_losses_have_the_bits_of_the_cpu(loss, reduction):
+    generator = torch.Generator().manual_seed(0)
+    there, target = torch.randn(2, 3, 5, generator=generator)
+    found = []
+    for device in ("cpu", D):
+        x = there.to(device, copy=True).requires_grad_()
+        value = loss(x, target.to(device), reduction=reduction)
+        value.sum().backward()
+        found.append((value.detach().cpu(), x.grad.cpu()))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 def test_random_programs(drop):

@@ -65,9 +65,9 @@ void prefer_cpu_kernels() {
       continue;
     const bool composite = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
                            op->hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
-    const bool whole =  // the last one's out variant sizes what it is given
+    const bool whole =  // the out variants of the losses size what they are given
         name.overload_name.empty() && (name.name == "aten::convolution" || name.name == "aten::convolution_backward" ||
-                                       name.name == "aten::smooth_l1_loss");
+                                       name.name == "aten::smooth_l1_loss" || name.name == "aten::mse_loss");
     if (whole || (composite && op->hasKernelForDispatchKey(DispatchKey::CPU)))
       handles.push_back(dispatcher.registerImpl(name, DispatchKey::PrivateUse1,
                                                 c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt,
