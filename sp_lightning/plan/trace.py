@@ -36,7 +36,12 @@ from .machines import Work
 
 FREE = {aten._unsafe_view, aten.set_, aten.resize_, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
 LOOKS_UP = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward}
-PRODUCTS = {**flop_registry, aten._grouped_mm: lambda one, other, *_, **__: 2 * one.numel() * other.shape[-1]}
+PRODUCTS = {  # torch 2.11 has no count of attention in which heads share keys
+    **flop_registry,
+    aten._grouped_mm: lambda one, other, *_, **__: 2 * one.numel() * other.shape[-1],
+    aten._scaled_dot_product_flash_attention: lambda q, k, *_, **__: 4 * q.numel() * k.shape[-2],
+    aten._scaled_dot_product_flash_attention_backward: lambda _, q, k, *__, **___: 10 * q.numel() * k.shape[-2],
+}
 # CUDA sums columns of at least so many rows, as for the gradient of a bias, in partial sums of up to 1 MiB for each of
 # its multiprocessors; an A100 has 108.
 TALL, SCRATCH = 1024, 108 << 20
@@ -194,7 +199,7 @@ class Trace:
         results, operator, read = tensors_of((out,)), operator_of(func), tensors_of((*args, *kwargs.values()))
         backward = graph_task() != -1
         known = {storage_id(t.untyped_storage()) for t in read}
-        made = [t for t in results if storage_id(t.untyped_storage()) not in known]
+        made = [t for t in results if t.numel() and storage_id(t.untyped_storage()) not in known]
         units = [self._unit_of[key] for key in known if key in self._unit_of]
         for unit in units:
             if unit not in self._stack:
@@ -242,7 +247,7 @@ class _Trip(saved_tensors_hooks):
         Small ones, weights, buffers, the batch and views with gaps stay.
         """
         with without_dispatch_modes():  # else the trace would see an operator of the model
-            is_dense = dense_strides(tensor) == tensor.stride()
+            is_dense = tensor.is_contiguous() or dense_strides(tensor) == tensor.stride()
         storage = storage_id(tensor.untyped_storage())
         if tensor.nbytes < SMALLEST or not self._trace.live.get(storage, (0,))[0] or not is_dense:
             return tensor.detach()
