@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -47,14 +46,13 @@ from .names import (
     Trainer,
     TrainerFn,
     WeightAveraging,
+    rank_zero_info,
     update_properties,
 )
 from .several_devices import SeveralDevices
 from .step_timing import why_gradients_must_be_final
 
 HOST = torch.device("cpu")
-
-log = logging.getLogger(__name__)
 
 
 class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrategy):
@@ -404,4 +402,4 @@ class SuperpipelineStrategy(SeveralDevices, SingleDeviceStrategy, ParallelStrate
 @functools.cache
 def _tell_that_steps_wait(why: str) -> None:
     """Log, once for each reason, that the optimizer steps after backward."""
-    log.info("superpipeline: the optimizer steps after backward: %s", why)
+    rank_zero_info(f"superpipeline: the optimizer steps after backward: {why}")
