@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 import sp_lightning
 from sp_lightning.errors import HalfAppliedStepError, PeerError, UnsupportedError
 from sp_lightning.handle import stream
+from sp_lightning.handles import open_handles
 from sp_lightning.optim.slices import SlicedOptimizer
 
 DIM = 48
@@ -363,6 +364,18 @@ def other_orders(run: Rank) -> None:
         run.step()
 
 
+def late_sums(run: Rank) -> None:
+    """Exchange means to which gradients are still being added."""
+    for step in range(2):
+        run.backward(step)
+        for handle in open_handles:
+            handle.steps.thread.submit(time.sleep, 0.2)
+        with run.no_sync():
+            run.backward(step + 10)
+        run.backward(step + 20)
+        run.step()
+
+
 PROGRAMS: dict[str, Callable[[Rank], None]] = {
     program.__name__: program
     for program in (
@@ -375,6 +388,7 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
         taken_state,
         skipped_in_an_accumulation,
         other_orders,
+        late_sums,
     )
 }
 
