@@ -19,6 +19,7 @@ CASES = [
     Case("skipping", "own", accumulated=2, edits=True),
     Case("plain", "sgd", clipped=0.3, options={"optimizer_overlap": False}),
     Case("tied", "adamw", accumulated=2, machines=2),
+    Case("tied", "adamw", device="simgpu", options={"resident": 2}),
     Case("filed", "adamw", edits=True, options={"host_budget": 0}),
     Case("filed", "fused", accumulated=2, clipped=0.3, device="simgpu", options={"host_budget": 0}),
 ]
@@ -45,6 +46,12 @@ def test_more_ranks_have_the_bits_of_the_tree(size, case):
 @pytest.mark.parametrize("name", peer_runs.PROGRAMS)
 def test_what_user_code_does_to_gradients_and_state_has_the_bits_of_ddp(name, size):
     assert processes.run(size, peer_runs.differ, name) == [[]] * size
+
+
+@SLOW
+@pytest.mark.parametrize("name", ["views_of_sums", "kept_views"])
+def test_what_user_code_reads_between_steps_has_the_bits_of_ddp_on_a_device(name):
+    assert processes.run(2, peer_runs.differ, name, "simgpu") == [[], []]
 
 
 @SLOW

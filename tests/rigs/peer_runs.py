@@ -239,15 +239,16 @@ def differences(case: Case) -> list[str]:
 class Rank:
     """A model that is trained on this rank, under DDP or streamed, and what was seen of it."""
 
-    def __init__(self, streamed: bool, stack: contextlib.ExitStack) -> None:
+    def __init__(self, streamed: bool, stack: contextlib.ExitStack, device: str) -> None:
         torch.manual_seed(0)
-        self.model, self.seen, self.number = Language(), list[Any](), begin_group("cpu").rank()
-        self.called, self.no_sync = placed(self.model, streamed, stack)
+        self.model, self.seen, self.number = Language(), list[Any](), begin_group(device).rank()
+        self.called, self.no_sync = placed(self.model, streamed, stack, device)
+        self.device = device
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
 
     def data(self, step: int) -> Tensor:
         """Draw this rank's data."""
-        return self.model.data(torch.Generator().manual_seed(100 * step + self.number))
+        return self.model.data(torch.Generator().manual_seed(100 * step + self.number)).to(self.device)
 
     def backward(self, step: int, skipped: tuple[int, ...] = ()) -> None:
         """Run forward and backward."""
@@ -364,6 +365,30 @@ def other_orders(run: Rank) -> None:
         run.step()
 
 
+def views_of_sums(run: Rank) -> None:
+    """Read views of gradients to which a backward has just added."""
+    for step in range(3):
+        run.backward(step)
+        views = [grad.view(-1) for grad in run.gradients()]
+        run.backward(step + 10)
+        run.seen += [view.clone() for view in views]
+        run.step()
+
+
+def late_steps(run: Rank) -> None:
+    """Skip the block that is stepped last while it is being stepped."""
+    step_slices = SlicedOptimizer.step
+
+    def late(*args: Any) -> None:
+        time.sleep(0.1)
+        step_slices(*args)
+
+    with mock.patch.object(SlicedOptimizer, "step", late):
+        for step in range(4):
+            run.backward(step, (3,) * (step % 2))
+            run.step()
+
+
 def late_sums(run: Rank) -> None:
     """Exchange means to which gradients are still being added."""
     for step in range(2):
@@ -388,20 +413,22 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
         taken_state,
         skipped_in_an_accumulation,
         other_orders,
+        views_of_sums,
+        late_steps,
         late_sums,
     )
 }
 
 
-def differ(name: str) -> list[str]:
+def differ(name: str, device: str = "cpu") -> list[str]:
     """Run a program under DDP and streamed; return what differs on this rank."""
     found = []
     for streamed in (False, True):
         with contextlib.ExitStack() as stack:
-            run = Rank(streamed, stack)
+            run = Rank(streamed, stack, device)
             PROGRAMS[name](run)
             run.seen += run.model.state_dict().values()
-            found.append([tensor.detach().clone() for tensor in run.seen])
+            found.append([tensor.detach().cpu().clone() for tensor in run.seen])
     return [f"{name}: {index}" for index, pair in enumerate(zip(*found, strict=True)) if not torch.equal(*pair)]
 
 

@@ -1,7 +1,8 @@
 """A process group for tensors of the simulated device: each collective copies them to the host, where gloo runs it.
 
-Work ends before a collective returns, so that the race checker sees an ordinary copy down and up. Tensors of the host
-have a gloo of their own, as beside NCCL: collectives of either kind come in one order, and in none with the others.
+The race checker sees an ordinary copy down, which the host waits for, and one up, which runs on the caller's stream
+after a collective returns. Tensors of the host have a gloo of their own, as beside NCCL: collectives of either kind
+come in one order, and in none with the others.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class HostGroup(dist.ProcessGroup):
         for tensor in tensors:
             host = tensor.cpu()
             run(host).wait()
-            tensor.copy_(host)
+            send_up(host, tensor)
         return done(tensors)
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
@@ -62,7 +63,7 @@ class HostGroup(dist.ProcessGroup):
             hosts = [torch.empty(part.shape, dtype=part.dtype) for part in output]
             self._for(tensor).allgather([hosts], [tensor.cpu()], options or dist.AllgatherOptions()).wait()
             for part, host in zip(output, hosts, strict=True):
-                part.copy_(host)
+                send_up(host, part)
         return done(outputs)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any) -> Any:
@@ -75,7 +76,7 @@ class HostGroup(dist.ProcessGroup):
         for output, tensor in zip(outputs, inputs, strict=True):
             hosts = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self._size)]
             self._for(tensor).allgather([hosts], [tensor.cpu()]).wait()
-            output.copy_(torch.cat([host.reshape(-1) for host in hosts]).view(output.shape))
+            send_up(torch.cat([host.reshape(-1) for host in hosts]).view(output.shape), output)
         return done(outputs)
 
     def reduce_scatter_tensor_coalesced(
@@ -84,7 +85,7 @@ class HostGroup(dist.ProcessGroup):
         for output, tensor in zip(outputs, inputs, strict=True):
             host = torch.empty(output.shape, dtype=output.dtype)
             self._for(tensor)._reduce_scatter_base(host, tensor.cpu(), options).wait()
-            output.copy_(host)
+            send_up(host, output)
         return done(outputs)
 
     def alltoall_base(
@@ -92,7 +93,7 @@ class HostGroup(dist.ProcessGroup):
     ) -> Any:
         host = torch.empty(output.shape, dtype=output.dtype)
         self._for(tensor).alltoall_base(host, tensor.cpu(), theirs, ours, dist.AllToAllOptions()).wait()
-        output.copy_(host)
+        send_up(host, output)
         return done([output])
 
     # As other versions of torch call them.
@@ -104,6 +105,10 @@ class HostGroup(dist.ProcessGroup):
         torch.accelerator.synchronize()
         self._gloos["cpu"].barrier().wait()
         return done([])
+
+
+def send_up(host: torch.Tensor, there: torch.Tensor) -> None:
+    there.copy_(host if there.device.type == "cpu" else host.pin_memory(), non_blocking=True)
 
 
 def done(result: Any) -> Any:
