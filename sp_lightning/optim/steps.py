@@ -37,7 +37,7 @@ from .unit_steps import OptimizerStep, UnitSteps
 
 
 class Steps(UnitSteps):
-    """The optimizers of a stream, and which units each of their steps steps, and when."""
+    """Decide which units each call of an optimizer's step has to step, and when."""
 
     def __init__(self, chunk: int, overlap: bool, device: Device, store: Store, makes_trips: bool = False) -> None:
         super().__init__(chunk, device, store, makes_trips)
@@ -224,7 +224,7 @@ class Steps(UnitSteps):
         self._early_steps.end(optimizer)
 
     def _check_bits(self, optimizer: optim.Optimizer, sliced: SlicedOptimizer, groups: set[int]) -> None:
-        """Raise if weights that are stepped on the host would have other bits if they were resident."""
+        """Raise if a step on the host gives weights of these groups other bits than a step on the device would."""
         if not all(map(sliced.has_devices_bits, groups)):
             raise UnsupportedError(
                 f"resident= with {type(optimizer).__name__}, whose steps round in one way on the host and in another on"
@@ -317,10 +317,11 @@ class Steps(UnitSteps):
 
     def backward_ended(self) -> None:
         """Evict units that were stepped beside the backward: the device has their old weights."""
-        for unit in self._units:
-            if unit.is_final:
-                unit.is_final = False
-                unit.window.drop(unit)
+        final = [unit for unit in self._units if unit.is_final]
+        for unit in final:
+            unit.is_final = False
+        if final:
+            final[0].window.drop(*final)
 
     # ---- half-applied steps
 

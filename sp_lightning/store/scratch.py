@@ -40,11 +40,15 @@ files: weakref.WeakValueDictionary[str, ScratchFile] = weakref.WeakValueDictiona
 
 
 def scratch_in(folder: str, nbytes: int) -> ScratchFile:
-    """Return a folder's scratch file, with nbytes allocated or free; reuse one whose tensors are still alive."""
+    """Return the scratch file of a folder, with at least nbytes of disk space reserved for new tensors.
+
+    Reuse the folder's file while an earlier run's tensors keep it alive; create one otherwise.
+    """
     file = files.get(folder)
     if file is None:
         file = files[folder] = ScratchFile(folder)
-    file.allocate(nbytes - sum(size * len(free) for size, free in file._free.items()))
+    free = list(file._free.items())  # any thread may free a tensor
+    file.allocate(nbytes - sum(size * len(places) for size, places in free))
     return file
 
 
@@ -101,7 +105,7 @@ class ScratchFile(DirectFile):
         self._allocated = end
 
     def take(self, like: Tensor) -> Tensor:
-        """Make a tensor over a free range of the file, in another one's shape and type, with any bytes."""
+        """Return a new, uninitialized, dense tensor in the file, with the shape and dtype of ``like``."""
         size = blocks(max(like.nbytes, 1))
         with self._taking:
             if free := self._free[size]:
@@ -123,13 +127,13 @@ class ScratchFile(DirectFile):
         self._free[size].append(offset)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Return the place in the file of a dense tensor that begins with a block of it; None for any other tensor."""
+        """Return the file offset of a dense tensor that begins at a block of the file; None for any other tensor."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return None
         return self.offset_at(tensor.data_ptr()) if tensor.stride() == dense_strides(tensor) else None
 
     def offset_at(self, address: int) -> int | None:
-        """Return the place in the file of a mapped address where a block begins; None for any other address."""
+        """Return the file offset of an address at which one of the file's mapped blocks begins; None for any other."""
         offset = address - self._flat.data_ptr()
         return offset if 0 <= offset < self._end and offset % BLOCK == 0 else None
 

@@ -119,7 +119,7 @@ class Gradients:
         A gradient that a hook of the user's sees stays as it is.
         """
         with without_dispatch():
-            through = {storage_id(storage) for storage in casts.get(graph_task(), {}).pop(weight, ())}
+            through = map(storage_id, casts.get(graph_task(), {}).pop(weight, ()))
             is_of_one = grad._version == 1 and storage_id(grad.untyped_storage()) in through  # 1: `Lend` wrote it alone
             return grad.to(weight.dtype) if is_of_one and not hooks_of_gradient(weight.host) else grad
 

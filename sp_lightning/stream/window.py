@@ -233,12 +233,11 @@ class Window:
         if self._current[0] is unit:
             self._current = None, None
 
-    def drop(self, unit: Unit) -> None:
-        """Evict a unit whose weights change, unless it is held."""
+    def drop(self, *units: Unit) -> None:
+        """Evict units whose weights change, except for held ones."""
         self._current = None, None
-        if not unit.is_held:
-            for index in self._schedule.invalidate([unit.index]):
-                self._units[index].evict()
+        for index in self._schedule.invalidate([unit.index for unit in units if not unit.is_held]):
+            self._units[index].evict()
 
     def close(self) -> None:
         """Evict all units that are not held, and refuse visits from here on."""
