@@ -49,7 +49,7 @@ class Arrival(Protocol):
     """The end of a copy that may still be running."""
 
     def wait(self, stream: Any) -> None:
-        """Make work that this stream gets from now on run after the copy. May block the host until that is queued."""
+        """Make later work on this stream wait for the copy. May block the host until the copy is queued."""
 
     def synchronize(self) -> None:
         """Block until the host may write the bytes that went to the device, or read those that came from it."""
@@ -254,7 +254,7 @@ class Device:
         return self.slabs.are_hidden or (self._lock is not None and self._locked_nbytes > 0)
 
     def passing(self, nbytes: int) -> Tensor:
-        """Allocate short-lived flat host memory, page-locked if possible, which lives until copies of it are done."""
+        """Allocate short-lived flat host memory, page-locked if possible; it lives until its copies are done."""
         if self._can_lock:
             try:
                 return memory.locked_by_torch(nbytes)
@@ -289,7 +289,7 @@ class Device:
             tensor.record_stream(stream)
 
     def close(self) -> None:
-        """Unlock all slabs, which remain as ordinary memory, and end the staging rings. Safe twice."""
+        """Unlock all slabs, which remain usable, and end the staging rings. A second call does nothing."""
         while self._rings:
             self._rings.pop().close()
         self.slabs.unlock_all()
@@ -324,7 +324,7 @@ class Device:
         return int(min(free + torch.accelerator.memory_reserved(self.torch_device), total))
 
     def moment(self, stream: Any) -> Any:
-        """Record a timed event on the stream, which has its time once its ``query()`` is True; on the CPU seconds."""
+        """Record a timed event on a stream and return it; on the CPU return the host clock's seconds instead."""
         if self.is_host:
             return time.perf_counter()
         event = torch.Event(self.torch_device, enable_timing=True)
@@ -343,7 +343,7 @@ class Device:
         return self._send("up", self.up, source, target, source, after, unit, phase)
 
     def send_down(self, target: Tensor, source: Tensor, unit: str = "", phase: str = "") -> Arrival:
-        """Start a device-to-host copy behind what is on the down stream, and return its end. The same holds for it."""
+        """Start a device-to-host copy behind what is on the down stream, and return its end. Counted as `send_up`."""
         return self._send("down", self.down, target, target, source, None, unit, phase)
 
     def _send(
@@ -370,7 +370,7 @@ class Device:
         return arrival
 
     def after_compute(self, stream: Any) -> None:
-        """Make work that a copy stream gets from now on run after all work now on the compute stream."""
+        """Make later work on a copy stream wait for all work that the compute stream has now."""
         stream.wait_event(self.current_stream().record_event())
 
     def _staging(self) -> list[StagingRing]:

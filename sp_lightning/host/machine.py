@@ -34,8 +34,8 @@ class HostMemory:
 def host_memory(root: Path = ROOT) -> HostMemory:
     """Return how much memory this process may use at most, and how much of that is free now.
 
-    The smaller of the machine's and the cgroup's. In a cgroup file pages count as free: the kernel reclaims them before
-    it kills a process.
+    Both are the smaller of the machine's and the cgroup's. In a cgroup, cached file pages count as free: the
+    kernel reclaims them before it kills a process.
     """
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available

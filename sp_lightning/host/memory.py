@@ -48,7 +48,7 @@ class Slabs:
         self._locks: list[weakref.finalize[..., Any]] = []
 
     def expect(self, nbytes: int) -> None:
-        """Prepare for weights of so many bytes, with their gradients and state."""
+        """Prepare for slabs of weights of this many bytes, with gradients and state; does nothing here."""
 
     def plain(self, nbytes: int) -> Tensor:
         """Allocate an unlocked slab, whose pages are taken when they are first written."""
@@ -68,13 +68,13 @@ class Slabs:
         return flat
 
     def unlock_all(self) -> None:
-        """Unlock all slabs, which remain as ordinary memory. Safe twice."""
+        """Unlock all slabs, which remain usable as ordinary memory. A second call does nothing."""
         for unlock in self._locks:
             unlock()  # does nothing the second time
         self._locks.clear()
 
     def truth(self, tensor: Tensor) -> Tensor:
-        """Return the tensor over the truth (see above) with this one's place and form: here it is this one itself."""
+        """Return the tensor over the truth that has ``tensor``'s offset, shape and strides: here ``tensor`` itself."""
         return tensor
 
     def fill(self, tensor: Tensor, source: Tensor) -> None:
@@ -82,7 +82,7 @@ class Slabs:
         tensor.copy_(source)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return the host tensor of a weight whose slab holds a wire copy: this one, or a copy that ranks share."""
+        """Return the host tensor to use for a weight whose slab holds only a wire copy: here ``tensor`` itself."""
         return tensor
 
     def _mapping(self, nbytes: int) -> mmap.mmap:

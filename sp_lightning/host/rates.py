@@ -83,7 +83,7 @@ def _twice(what: str, rate: Callable[[], float]) -> float:
 
 
 def _seconds(at: Device, work: Callable[[], object]) -> float:
-    """Measure the seconds of one call of asynchronous work: the best of several runs of many calls (Rule 3)."""
+    """Measure the seconds of one call of asynchronous work: the best of several runs of many calls each."""
     calls, taken = 1, _timed(at, work, 1)  # a first call, which warms up
     while taken < SHORTEST_S:
         calls = max(2 * calls, round(calls * SHORTEST_S / max(taken, 1e-6)))
@@ -92,7 +92,7 @@ def _seconds(at: Device, work: Callable[[], object]) -> float:
 
 
 def _timed(at: Device, work: Callable[[], object], calls: int) -> float:
-    """Return the seconds of so many calls of work, from an idle device to an idle device. Blocks."""
+    """Return the seconds that ``calls`` calls of ``work`` take, with the device idle before and after. Blocks."""
     at.synchronize()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -127,7 +127,7 @@ class _Copies:
 
 
 def _together(at: Device, copies: _Copies, on_cores: Callable[[], None], nbytes: int, down_cost: float) -> float:
-    """Measure the bytes of host memory a second that copies both ways and the cores move when they run side by side."""
+    """Return host memory traffic in bytes a second while copies in both directions and work of the cores overlap."""
     rounds = 1 + round(BESIDE * _timed(at, on_cores, 1) / _timed(at, copies.both, 1))
     begin, passes = time.perf_counter(), 0
     for _ in range(rounds):

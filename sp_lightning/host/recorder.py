@@ -117,7 +117,7 @@ class Recorder:
     # ---- reading
 
     def flush(self) -> None:
-        """End the pass under way, wait for all queued work and read every pass (Rule 2)."""
+        """End the pass under way, wait for all queued work of the device, and read every pass into ``steps``."""
         self._end_pass()
         self._device.synchronize()
         self._read(0)
@@ -127,7 +127,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _timed(self, spans: list[Span], span: Span) -> Iterator[None]:
-        """Add a span that has this context's begin and end, by the clock of its lane."""
+        """Append ``span`` to ``spans`` with the begin and end of this context, by the clock of the span's lane."""
         now = time.perf_counter if span.lane in OF_THE_HOST else self._moment
         start: Any = now()
         try:
@@ -137,7 +137,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _wait(self, stall: Span) -> Iterator[None]:
-        """End the compute under way, add a wait, and begin the compute of the wait's unit (Rule 4)."""
+        """End the compute under way, record this context as a wait, and then begin the compute of the wait's unit."""
         start = self._end_compute()
         try:
             yield
@@ -173,7 +173,7 @@ class Recorder:
             self._now = None
 
     def _read(self, later: int) -> None:
-        """Read the oldest passes: those with at least ``later`` passes after them, and whose events have happened."""
+        """Read the oldest passes: those with at least ``later`` passes after them, and whose events have completed."""
         while self._passes and self._begun.total() - self._passes[0][0].number > later:
             step, reference = self._passes[0]
             spans = tuple(step.spans)  # to which other threads may still add
@@ -188,5 +188,5 @@ class Recorder:
 
 
 def _at(moment: Any, start: float, reference: Any) -> float:
-    """Convert an event to seconds of the host's clock, by an event of the moment ``start``; return seconds as such."""
+    """Convert an event to the host clock's seconds; ``reference`` is an event at ``start``. Return a float as it is."""
     return moment if isinstance(moment, float) else start + float(reference.elapsed_time(moment)) / 1e3

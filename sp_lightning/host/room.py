@@ -52,11 +52,11 @@ def largest_window(units: Sequence[UnitNumbers], budget: int) -> int:
 
 
 def first_window(window: Count, budget: int | None, units: Sequence[UnitNumbers], on_host: bool) -> int:
-    """Return the size with which the window begins; without a budget the window grows from there.
+    """Return how many units the window holds at first; without a budget an automatic window grows later.
 
     With a budget it has room for the resident units and their gradients, two gradient buffers of the largest unit that
-    streams, and as many of the largest as the window has places. A value of the user's stays. On the CPU more than two
-    units gain nothing: device memory is host memory.
+    streams, and a full window of the largest units. A size set by the user is kept, or MemoryBudgetError is raised.
+    On the CPU more than two units gain nothing: device memory is host memory.
     """
     streamed = [unit for unit in units if not unit.resident]
     count = max(1, len(streamed))
@@ -145,7 +145,7 @@ class Room:
         self._fullest = self._window_then = 0
 
     def _note_peak(self) -> None:
-        """Note a new peak of the device's memory, and how much of it was not the window's units."""
+        """Update the device's memory peak, and the part of it that the window's units did not take."""
         peak = self._device.memory_peak()
         if peak > self._peak:
             self._peak = peak
@@ -169,7 +169,7 @@ class Room:
             self.window, self.transfer = window, min(self._transfer, window)
 
     def shrink(self, window: int, why: str) -> None:
-        """Make a window that grows smaller for good: the device had no memory."""
+        """Reduce an automatic window for good, after the device ran out of memory. A window set by the user stays."""
         if self.grows and self.window > 1:
             self._most = window
             self._resize(window, why)

@@ -31,7 +31,7 @@ class StagedCopy:
         self.done: Future[None] = Future()  # done once the host's bytes were read, or have arrived
 
     def wait(self, stream: Any) -> None:
-        """Make work that a stream gets from now on run after the copy. Blocks until the copy is queued."""
+        """Make later work on a stream wait for the copy. Blocks until the copy is queued."""
         stream.wait_event(self.queued.result())
 
     def synchronize(self) -> None:
@@ -39,14 +39,14 @@ class StagedCopy:
         self.done.result()
 
     def fail(self, error: BaseException) -> None:
-        """Raise this error in every caller that waits for the copy."""
+        """Make `wait` and `synchronize` raise this error in every caller."""
         for milestone in (self.queued, self.done):
             if not milestone.done():
                 milestone.set_exception(error)
 
 
 class StagingRing:
-    """The buffers of one direction, and the thread that uses them."""
+    """The page-locked buffers for copies in one direction, and the thread that makes these copies."""
 
     def __init__(self, stream: Any, buffers: Sequence[Tensor], name: str) -> None:
         self._stream, self._buffers = stream, buffers
@@ -90,7 +90,7 @@ class StagingRing:
         recorded: AbstractContextManager[None],
         after: Any,
     ) -> None:
-        """Run one copy behind its event, and complete its end or fail it. Runs on the thread."""
+        """Make one copy after the event ``begin``; then complete ``staged``, or fail it. Runs on the ring's thread."""
         nbytes = len(self._buffers[0])
         pieces = zip(torch.split(target, nbytes), torch.split(source, nbytes), strict=True)
         try:

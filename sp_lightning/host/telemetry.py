@@ -1,4 +1,4 @@
-"""Spans of a step's work and waiting: of these a timeline is made, and sums by cause."""
+"""Spans of a step's work and waiting, from which a timeline and sums by cause are made."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ COMPARED = 1 << 14  # elements of each kind that are compared
 
 
 class Loop(NamedTuple):
-    """How the code steps the weights of a group."""
+    """What the compiled code needs to know to step the weights of one optimizer group."""
 
     kind: int
     flags: int
@@ -53,12 +53,12 @@ def _adam(group: GroupOptions, is_fused: bool) -> Loop:
     flags = decays | MAXIMIZE * group["maximize"] | AMSGRAD * group["amsgrad"]
 
     def by_lists(step: float) -> tuple[float, ...]:
-        """Return the numbers of a step as torch's kernels for lists of tensors have them."""
+        """Return the scalars that torch's foreach kernels use in the step with this number."""
         size, correction = -(lr / (1 - beta1**step)), (1 - beta2**step) ** 0.5
         return decay, 1 - lr * decay, 1 - beta1, beta2, 1 - beta2, correction, eps, size
 
     def by_fused_kernel(step: float) -> tuple[float, ...]:
-        """Return the numbers of a step as torch's fused kernel has them."""
+        """Return the scalars that torch's fused kernel uses in the step with this number."""
         found = (ctypes.c_float * 2)()
         _code().sp_lightning_cuda_corrections(*map(ctypes.c_float, (lr, beta1, beta2, step)), found)
         return decay, lr, beta1, beta2, eps, *found
@@ -92,9 +92,10 @@ TRIED[optim.AdamW] = TRIED[optim.Adam]
 
 
 def loop_for(cls: Any, group: GroupOptions, device: torch.device) -> Loop | None:
-    """Return the compiled loop that has the bits of the device's kernels for a group; None if there is none.
+    """Return the compiled loop that gives the same bits as the device's kernels; None if torch has to step.
 
-    Compares them if that was not done before, which waits for the device.
+    The first call for a class and its kind of options compares both, and waits for the device. Logs the reason for
+    None, unless the device is the CPU.
     """
     if device.type == "cpu":
         return None
@@ -112,7 +113,7 @@ def loop_for(cls: Any, group: GroupOptions, device: torch.device) -> Loop | None
 
 
 def writes_gradients(cls: Any, group: GroupOptions) -> bool:
-    """Whether a step of torch's for lists of tensors, which is the usual one on a device, writes into `.grad`."""
+    """Whether torch's foreach step, the default on a device, writes to `.grad` for this class and these options."""
     if not group.get("foreach") or group.get("maximize"):
         return False
     return cls is optim.Rprop or (cls is optim.SGD and group["nesterov"] and not group["weight_decay"])
@@ -145,7 +146,7 @@ def variant_in_use() -> str | None:
 
 @functools.cache
 def _is_same(cls: Any, kind: int, flags: int, is_fused: bool, device: torch.device) -> bool:
-    """Whether the loop of these branches has the bits of the device's kernels; compared once, and logged if not."""
+    """Whether the compiled loop and the device's kernels give equal bits; compare them once, and log if they differ."""
     try:
         _code()
         reason = "" if _compare(cls, flags, is_fused, device) else f"its bits are not those of {device} here"
@@ -169,7 +170,7 @@ def say_torch_steps(name: str, device: str, reason: str) -> None:
 
 
 def _compare(cls: Any, flags: int, is_fused: bool, device: torch.device) -> bool:
-    """Take some steps by compiled code and on the device, with all kinds of numbers; return whether all bits agree."""
+    """Take three steps in compiled code and on the device, for each entry of TRIED; return whether all bits agree."""
     generator = torch.Generator().manual_seed(0)
     for numbers in TRIED[cls]:
         here = list(_samples(generator))
@@ -204,9 +205,9 @@ alike: dict[Any, bool] = {}  # results of comparisons by class, options and devi
 
 
 def rounds_alike(cls: Any, group: GroupOptions, device: torch.device) -> bool:
-    """Whether torch's operators on the host have the device's bits for a group of an elementwise optimizer.
+    """Whether an elementwise optimizer of torch gives the same bits on the host as on the device, with these options.
 
-    Compares them if that was not done before, which waits for the device.
+    The first call for a class and its options compares both, and waits for the device.
     """
     options = {name: value for name, value in group.items() if name not in ("params", "lr")}
     key = cls, repr(options), device
@@ -232,7 +233,7 @@ def _torch_is_same(cls: Any, options: GroupOptions, device: torch.device) -> boo
 
 
 def _samples(generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield tensors to compare: numbers of usual size, and of any bits, with denormals, infinities and NaNs."""
+    """Yield random tensors for comparisons: usual numbers, and any bit patterns (denormals, infinities, NaNs)."""
     for count in (COMPARED, 1001):
         usual = torch.randn(count, generator=generator, device="cpu", dtype=torch.float32)
         bits = torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator, device="cpu", dtype=torch.int32)
@@ -248,7 +249,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 class Stepped(NamedTuple):
-    """A weight that the code steps."""
+    """What the compiled code needs to step one weight."""
 
     value: Tensor
     grad: Tensor
@@ -260,13 +261,13 @@ class Stepped(NamedTuple):
 
 
 def step(loops: list[Loop | None], work: list[Any], scale: Tensor | None, state: Any) -> list[Any]:
-    """Step the weights that compiled code can step; return the work that is left.
+    """Step the weights that compiled code can step; return the items of ``work`` that torch has to step.
 
     Args:
-        loops: Those of the optimizer's groups.
-        work: The weights (`slices.StepWork`).
-        scale: A GradScaler's, by which a fused optimizer divides gradients.
-        state: The optimizer's.
+        loops: For each optimizer group its compiled loop, or None.
+        work: The weights to step (`slices.StepWork`).
+        scale: The GradScaler's scale, by which a fused optimizer divides gradients; None without a GradScaler.
+        state: The optimizer's state (`state.WaitingState`); updated.
     """
     left: list[Any] = []
     runs: dict[tuple[int, int], list[Stepped]] = {}  # by group and branches
@@ -321,7 +322,7 @@ def _new_state(loop: Loop, value: Tensor) -> GroupOptions:
 
 
 def _gradient(grad: Any, value: Tensor, scale: Tensor | None) -> tuple[Tensor, float] | None:
-    """Return a gradient in the weight's memory order, and the factor to multiply it by; None if not supported."""
+    """Return the gradient on the host, with the weight's strides, and its factor; None if the code cannot read it."""
     if not isinstance(grad, GradientBytes):
         if scale is not None or grad.layout is not torch.strided or grad.dtype is not torch.float32:
             return None

@@ -92,7 +92,7 @@ def explaining(window: Window, policy: Activations, device: Device) -> Iterator[
 
 
 def _what_fills(window: Window, policy: Activations, device: Device) -> str:
-    """Say what fills the device, and name three changes that make room."""
+    """Return a message that says what fills the device, and which changes of options would make room."""
     held, changes = window.loaded_nbytes, []
     if not policy.recomputes:
         changes.append("activations='recompute' (each forward runs twice)")

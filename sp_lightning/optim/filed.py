@@ -25,7 +25,7 @@ NEW = 3  # state tensors of a first step that are written past the page cache; m
 
 
 class SliceState(dict[Any, dict[str, Any]]):
-    """Optimizer state of the weights of one window, by parameter: an `optimizer.state` that waits for nothing."""
+    """Optimizer state of the weights of one window, by parameter; unlike `WaitingState`, reads wait for no step."""
 
     def peek(self, key: Any) -> dict[str, Any]:
         """Return the entry of a parameter; a new empty dict if there is none."""
@@ -56,7 +56,7 @@ class FiledRange:
         return [self.value, self.grad, *self.entries.values(), *self.rooms]
 
     def stand_in(self) -> Any:
-        """Make the step work that steps this range, in memory, as if it were a whole weight."""
+        """Return the `StepWork` by which the optimizer steps this range, in memory, as if it were a whole weight."""
         weight, value = self.item.weight, self.value.here
         wire = elements_of(weight.wire, self.start, self.stop) if weight.is_narrow else value
         return ranged(self.item, value, wire, self.grad.here)
@@ -69,7 +69,7 @@ class FiledRange:
         }
 
     def keep(self, made: dict[str, Any], state: Any, store: Store) -> None:
-        """Copy the state that a step made for this range to its place; the last range stores it in the optimizer's."""
+        """Copy the state that this range's step made to the whole weight's; the last range adds that to ``state``."""
         weight, rooms = self.item.weight, iter(self.rooms)
         for key, entry in made.items():
             if key in self.entries:
@@ -90,7 +90,7 @@ class FiledRange:
             self._keep_all(made, state.make(weight.host))
 
     def _keep_all(self, made: dict[str, Any], own: dict[str, Any]) -> None:
-        """Put the state that all ranges made into the optimizer's entry of the weight."""
+        """Put the state that the steps of all ranges made into ``own``, the optimizer's entry of the weight."""
         for key, entry in made.items():
             if key in self.new:
                 own[key] = self.new[key]
@@ -109,7 +109,7 @@ class GradientSlice(GradientBytes):
 
 
 def ranged(item: Any, value: Any, wire: Any, raw: Any) -> Any:
-    """Make the step work that steps a range of a weight, and of its gradient, as if it were a whole weight."""
+    """Return a copy of ``item`` with these tensors of a range, to be stepped as if the range were a whole weight."""
     weight = copy.copy(item.weight)
     weight.value, weight.wire = value, wire
     if not isinstance(item.grad, GradientBytes):
@@ -120,7 +120,7 @@ def ranged(item: Any, value: Any, wire: Any, raw: Any) -> Any:
 
 
 class StepBatch(list[ElementSpan]):
-    """The spans of ranges that are in memory together."""
+    """The spans of the ranges that fit one buffer and are stepped together."""
 
     def __init__(self, parts: list[FiledRange]) -> None:
         super().__init__(span for part in parts for span in part.spans)
@@ -171,7 +171,7 @@ class FiledSteps:
         return self._store.is_filed(tensor)
 
     def keep_state(self, weight: Any, own: dict[str, Any]) -> None:
-        """Move the state of a weight into the scratch file, if that is its place."""
+        """Move the state of a weight into the scratch file if the store keeps it there. Updates ``own``."""
         if own and self._store.has_state_of(weight):
             for key, entry in own.items():
                 if is_shaped(entry, weight.value) and entry.device.type == "cpu":
@@ -190,7 +190,7 @@ class FiledSteps:
         return makes_state or any(map(self._store.is_filed, (value, grad.raw, *shaped)))
 
     def _windows(self, work: list[Any], state: Any, step: Any) -> Generator[tuple[list[Any], Any], None, None]:
-        """Yield ranges of weights that were read into memory; keep what the caller's step made of each."""
+        """Yield work and state for ranges that were read into memory; keep the results after the caller's step."""
         for item in work:
             item.grad.arrived.synchronize()
             if step.changes_gradients or len(item.grad.factors) > 1:

@@ -49,7 +49,7 @@ class HalfApplied:
         return (self.optimizer is not None and self.optimizer() is not None) or any(map(self.has_left, kept))
 
     def has_left(self, one: Any) -> bool:
-        """Whether an optimizer or a weight has what this step left: nothing was loaded into it since."""
+        """Whether this step half-applied an optimizer or a weight, and no state was loaded into it since."""
         if isinstance(one, optim.Optimizer):
             return self.optimizer is not None and self.optimizer() is one
         weight, version = self.versions.get(id(one), (None, 0))
@@ -111,7 +111,7 @@ def _version(weight: Any) -> Any:
 
 @dataclass
 class Outcome:
-    """How one step of several units has gone so far. After an error, units whose steps have not begun are skipped."""
+    """The result so far of one optimizer step over several units. After an error, units not yet begun are skipped."""
 
     is_early: bool = False  # beside a backward: any error leaves a half-applied step, as weights are marked as stepped
     has_changed: bool = False  # whether a weight was changed
@@ -135,7 +135,7 @@ class EarlySteps:
         self._params: list[list[int]] = []  # ids of each group's parameters at the first of these steps
 
     def mark(self, optimizer: optim.Optimizer, whose: list[Weight]) -> None:
-        """Note weights that the optimizer steps beside backward. A touch of their gradients raises from here on."""
+        """Note weights that the optimizer steps beside backward. From here on, an access to their gradients raises."""
         if self.stepped:
             self._check_options(optimizer)
         else:
@@ -146,9 +146,9 @@ class EarlySteps:
             content.is_stepped_early = weight.is_stepped_early = True
 
     def weights_left(self, optimizer: optim.Optimizer, whose: list[Weight]) -> list[Weight]:
-        """Return the weights that the user's call of step has yet to step.
+        """Return those of the weights ``whose`` that were not stepped in backward, for the user's call of step.
 
-        Raises if the optimizer, its options or the gradients are others than those of the steps beside backward.
+        Raises if the optimizer, its options or the gradients changed since the steps beside backward.
         """
         if optimizer is self._stepper:
             self._check_same(optimizer)
@@ -179,7 +179,7 @@ class EarlySteps:
             self._forget()
 
     def _forget(self) -> None:
-        """Unmark the weights that were stepped beside backward, and their gradients."""
+        """Clear the marks of the weights that were stepped beside backward, and of their gradients."""
         for weight, content in self.stepped.items():
             content.is_stepped_early = weight.is_stepped_early = False
         self.stepped.clear()

@@ -34,13 +34,13 @@ class Place(Protocol):
         """Return the context in which a run of slices is stepped, such as a stream."""
 
     def wait(self, arrived: Arrival, tensor: Tensor) -> None:
-        """Make later reads of a tensor in this lane come after its arrival."""
+        """Make later reads of a tensor in this lane wait for the copy that brings its bytes."""
 
     def up(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return tensors in the memory where they are stepped: the same objects if they are there already."""
+        """Return the tensors in the memory where they are stepped; those already there are returned themselves."""
 
     def down(self, stepped: list[tuple[Tensor, Tensor]]) -> None:
-        """Copy results to where they belong; each pair is the place and the stepped tensor."""
+        """Copy results to where they belong; each pair is (target, stepped tensor)."""
 
     def new_state(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Make an empty tensor of optimizer state, of the shape of another, where such state belongs."""

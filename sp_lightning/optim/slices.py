@@ -73,10 +73,10 @@ class Slice(NamedTuple):
     def put_state(
         self, state: GroupOptions, new: GroupOptions, given: dict[int, Tensor], place: Place
     ) -> list[tuple[Tensor, Tensor]]:
-        """Put the state that a step made of this slice into the user's state; numbers come from the last slice.
+        """Put ``new``, this slice's state after a step, into ``state``, the weight's; numbers come from the last slice.
 
-        Return pairs of a place and a tensor to copy there: not state that was stepped in place, whose id is among those
-        ``given``.
+        Return pairs (target, stepped tensor) that are still to be copied. Tensors whose ids are in ``given`` were
+        stepped in place and need no copy.
         """
         weight, down = self.work.weight, []
         is_last = self.stop is None or self.stop == weight.value.numel()
@@ -170,7 +170,7 @@ class SlicedOptimizer:
         return not all(map(state.peek, [weight.host for weight in whose]))
 
     def has_devices_bits(self, group: int) -> bool:
-        """Whether the weights of a group get the bits of the device's kernels on the host."""
+        """Whether a step on the host gives a group's weights the same bits as the device's kernels would."""
         cls, options = type(self.user), self._options[group]
         if self._loops[group] is not None or self._device.type == "cpu":
             return True

@@ -38,17 +38,17 @@ class WaitingState(collections.defaultdict[Any, Any]):
         return collections.defaultdict, (dict, dict(self.items()))
 
     def wait_step_of(self, key: Any) -> None:
-        """Wait for the step of a streamed parameter, and keep its entry even if the step made none."""
+        """Wait for the pending step of a parameter, whose entry then stays even if the step left it empty."""
         _wait_step(key)
         self._reserved.discard(key)
 
     def wait_entry(self, key: Any) -> None:
-        """Wait for the step of a streamed parameter, and remove its reserved entry if the step made none."""
+        """Wait for the pending step of a parameter; remove its reserved entry if the step left it empty."""
         _wait_step(key)
         self._forget_empty([key])
 
     def wait_steps(self, *_: Any) -> None:
-        """Wait for the steps of all its weights, and remove reserved entries for which steps made none."""
+        """Wait for the pending steps of all parameters; remove the reserved entries that are still empty."""
         for key in list(dict.keys(self)):
             _wait_step(key)
         self._forget_empty(list(self._reserved))
@@ -56,9 +56,9 @@ class WaitingState(collections.defaultdict[Any, Any]):
     # ---- without waiting
 
     def reserve(self, keys: list[Any]) -> None:
-        """Add empty entries for these keys, so that entries have a plain run's order whenever steps fill them.
+        """Add an empty entry for each parameter, so that the entries have a plain run's order whenever steps fill them.
 
-        Reads remove an entry that the step leaves empty. Guessed keys that are not among these lose theirs now.
+        Remove the empty entries that `guess` added for other parameters. Later reads remove what steps left empty.
         """
         known = set(keys)
         for key in self._guessed:
@@ -69,7 +69,7 @@ class WaitingState(collections.defaultdict[Any, Any]):
         self._reserve(keys)
 
     def guess(self, keys: list[Any]) -> None:
-        """Reserve entries for keys before backward; some may get no gradient, and `reserve` removes these again."""
+        """Add empty entries, before backward, for parameters that may get gradients; `reserve` removes the rest."""
         self._guessed += self._reserve(keys)
 
     def _reserve(self, keys: list[Any]) -> list[Any]:
@@ -96,9 +96,9 @@ class WaitingState(collections.defaultdict[Any, Any]):
 
 
 def _wait_step(key: Any) -> None:
-    """Wait for the step of a streamed weight; do nothing for any other key.
+    """Wait until the pending optimizer step of a parameter is done; do nothing for a parameter that does not stream.
 
-    Raises while a backward runs beside the step, in which a plain run has the old state.
+    Raises in a backward that has already stepped the weight: a plain run would still have the old state there.
     """
     if (weight := weights.get(id(key))) is None:
         return

@@ -32,7 +32,7 @@ from .slices import SlicedOptimizer, StepWork
 
 @dataclass(eq=False, frozen=True)
 class OptimizerStep:
-    """One step of an optimizer, of which each unit has a part."""
+    """One call of an optimizer's step; the weights of each unit are stepped on their own as a part of it."""
 
     sliced: SlicedOptimizer
     groups: dict[int, int]  # indices of the optimizer's groups, by the id of the weight
@@ -72,14 +72,14 @@ class UnitSteps:
 
     @staticmethod
     def _wait_added(work: list[StepWork]) -> list[GradientBytes]:
-        """Wait until the thread has summed gradients, raising an error of a sum; return those that streaming made."""
+        """Wait until the thread has summed all gradients; return those that streaming made. Raises a sum's error."""
         noted = [item.grad for item in work if isinstance(item.grad, GradientBytes)]
         for grad in noted:
             grad.wait_added()
         return noted
 
     def _submit(self, step: OptimizerStep, unit: Unit, whose: list[Weight]) -> None:
-        """Start a unit's step, which is skipped if an error has ended the step of an earlier unit."""
+        """Start a unit's step on the thread. The thread skips the step if an earlier unit's step raised an error."""
         work = self._noted_work(whose, step.groups)
         run = functools.partial(self._run, step, unit, work, unit.steps.last)  # the last is another optimizer's
         for weight in whose:
@@ -98,7 +98,10 @@ class UnitSteps:
     def _start(
         self, unit: Unit, whose: list[Weight], run: Callable[[], None], optimizer: optim.Optimizer | None
     ) -> Future[None]:
-        """Queue a unit's step on the thread, and return the future of its end. Ranks mark the optimizer if it fails."""
+        """Queue ``run``, a unit's step, on the steps thread; return a future that is done when the step has ended.
+
+        ``whose`` (the unit's weights) and ``optimizer`` are for subclasses that share the step among ranks.
+        """
 
         def run_and_end() -> None:
             """Run the step, and count it as ended even if it raises."""
@@ -119,9 +122,9 @@ class UnitSteps:
                 sliced.step(part, own, self._place)
 
     def _run(self, step: OptimizerStep, unit: Unit, work: list[StepWork], before: Future[None] | None) -> None:
-        """Step a unit after another optimizer's step of it, and after the sums of its gradients; note an error.
+        """Step a unit once ``before``, its step by another optimizer, and the sums of its gradients are done.
 
-        Skipped if an earlier unit's step failed. Runs on the thread.
+        Do nothing if an earlier unit's step failed. Note and raise an error of this one. Runs on the thread.
         """
         outcome, sliced = step.outcome, step.sliced
         if outcome.error is not None:
@@ -142,7 +145,7 @@ class UnitSteps:
                 raise
 
     def _step_on_device(self, step: OptimizerStep, unit: Unit, whose: list[Weight]) -> None:
-        """Step a resident unit's weights on the caller's stream, and note that the host's bytes are older."""
+        """Step a resident unit's weights on the caller's stream, and note that their host copies are out of date."""
         work = self._noted_work(whose, step.groups)
         noted = self._wait_added(work)
         unit.show()

@@ -61,7 +61,7 @@ class Mount(NamedTuple):
 
 
 def mount_of(path: str) -> Mount:
-    """Find the mount of a path. That of an open file is ``/proc/self/fd/`` and its descriptor."""
+    """Return the mount that a path is on. For an open file, pass ``/proc/self/fd/`` and its descriptor."""
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
@@ -106,7 +106,7 @@ class DirectFile:
         """Raise if the file changed after it was opened, where that can be known."""
 
     def close(self) -> None:
-        """Close the file; mappings of it live on. Safe twice."""
+        """Close the file; mappings of it stay valid. A second call does nothing."""
         fds, self.fd, self._direct = (self.fd, self._direct), -1, None
         for fd in fds:
             if fd is not None and fd >= 0:
@@ -168,7 +168,7 @@ class DirectFile:
 
 
 def find(tensors: Iterable[Tensor]) -> dict[int, Mapping]:
-    """Map the ids of tensors in local files to the ranges of the files' mappings that have their bytes."""
+    """Find the tensors whose bytes lie in local files; return the file range of each, by the tensor's id."""
     there = mappings()
     begins = [mapping.begin for mapping in there]
     found: dict[int, Mapping] = {}

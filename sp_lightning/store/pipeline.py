@@ -81,7 +81,7 @@ class FileFill(StagedCopy):
         self._counters = counters
 
     def wait(self, stream: Any) -> None:
-        """Make work that a stream gets from now on run after the fill. Blocks until the reader queued its copies."""
+        """Make later work on a stream wait for the fill. Blocks until the reader has queued the copies of the fill."""
         if not self.queued.done():
             with self._counters.stall("disk"):
                 self.queued.exception()
@@ -118,7 +118,7 @@ class Pipeline:
     def _start(
         self, thread: ThreadPoolExecutor, stream: Any, begin: Any, end: StagedCopy, work: Callable[[], None]
     ) -> None:
-        """Have a thread do this work on a stream, behind an event of the device; complete its end, or fail it."""
+        """Run ``work`` on a thread and a stream, after the event ``begin``; then complete ``end``, or fail it."""
 
         def run() -> None:
             try:

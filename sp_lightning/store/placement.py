@@ -14,7 +14,7 @@ TERMS = ("frozen", "state", "weights", "gradients")  # in the order in which the
 
 
 class UnitBytes(NamedTuple):
-    """A unit's bytes in host memory, by what may be in files."""
+    """How many bytes a unit takes in host memory, split into the kinds that may be moved to files."""
 
     frozen: int = 0  # of frozen weights that lie in files as they travel
     state: int = 0  # of optimizer state, taken as two numbers for each element that trains
@@ -74,9 +74,9 @@ class Placement:
 def choose(units: Sequence[UnitBytes], budget: int, has_disk: bool, buffers: int) -> Placement:
     """Choose units whose weights, state or gradients are in files, until the rest fits the budget.
 
-    A term leaves memory before the next one begins to: frozen weights cost a read of each visit, state a read and a
-    write of each step, weights that train both, gradients a write and a read. The units of a term that goes in part
-    are spread over the model, so that the disk has no bursts.
+    The kinds of bytes leave memory in the order of TERMS: frozen weights cost a read in each visit,
+    state a read and a write in each step, weights that train both, gradients a write and a read. Where only part of a
+    kind leaves, its units are spread over the model, so that the disk has no bursts.
     """
     host = sum(map(sum, units))
     left = {term: sum(getattr(unit, term) for unit in units) for term in (*TERMS, "fixed")}

@@ -205,7 +205,7 @@ class Store:
         return self if index in self.placement.gradients else None
 
     def take(self, like: Tensor) -> Tensor:
-        """Make a tensor over a free range of the scratch file, in another one's shape and type, with any bytes."""
+        """Return a new, uninitialized, dense tensor in the scratch file, with the shape and dtype of ``like``."""
         return self._scratch.take(like)
 
     def moved(self, tensor: Tensor) -> Tensor:
@@ -221,9 +221,9 @@ class Store:
         return there
 
     def each(self, work: Callable[..., Any], target: Tensor, *others: Tensor) -> None:
-        """Apply an elementwise function, which writes to the first of these tensors of equal strides.
+        """Call an elementwise function on ``target``, which it writes, and ``others``; all have equal strides.
 
-        In windows if any of the tensors is in the file. Blocks until all is written.
+        If any of them is in the scratch file, call it on one range after the other. Blocks until all is written.
         """
         tensors = target, *others
         if not any(map(self.is_filed, tensors)):
@@ -259,9 +259,9 @@ class Store:
         return self.pipeline.send_down(self._scratch, offset, source, unit, phase)
 
     def close(self) -> None:
-        """End the threads and close the files; file-backed weights stay mapped, as their loader made them. Safe twice.
+        """End the threads and close the files; file-backed weights stay mapped, as their loader made them.
 
-        The scratch file lives as long as its tensors.
+        The scratch file lives as long as its tensors. A second call does nothing.
         """
         ended, self.pipeline = self.pipeline, None  # type: ignore[assignment]
         if ended is not None:
