@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import faulthandler
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -530,7 +533,8 @@ def run_many(given: argparse.Namespace) -> int:
         while numbers:
             more = ["--jobs", "0", "--from", str(numbers[0]), "--count", str(len(numbers))]
             command = [sys.executable, __file__, *sys.argv[1:], *more]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+                threading.Thread(target=end_group, args=[process]).start()
                 assert process.stdout is not None
                 for line in process.stdout:
                     number, _, rest = line.partition(": ")
@@ -549,6 +553,13 @@ def run_many(given: argparse.Namespace) -> int:
         list(pool.map(run_share, [list(every[first : first + share]) for first in range(0, given.count, share)]))
     print(dict(counts))
     return 1 if any(counts[kind] for kind in (*WRONG, "ended")) else 0
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """Wait until a process has ended, and end its ranks: they would hold its output open."""
+    process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def prepare(kind: str) -> torch.device:
