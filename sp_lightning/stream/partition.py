@@ -402,7 +402,8 @@ def _runs(pieces: Iterable[_Piece], nbytes: int) -> list[list[_Piece]]:
 
 def _of_classes(tree: _Tree, class_names: Sequence[str]) -> list[nn.Module]:
     """List the modules of the named classes; raise for a name that the model does not have."""
-    counts = Counter(type(module).__name__ for module in tree.names if tree.nbytes[module] and module is not tree.root)
+    own = [module for module in tree.names if module is not tree.root and next(module.parameters(), None) is not None]
+    counts = Counter(type(module).__name__ for module in own)
     for class_name in class_names:
         if class_name not in counts:
             raise PartitionError(

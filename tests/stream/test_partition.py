@@ -249,6 +249,13 @@ def test_named_classes_are_the_units_and_all_else_is_resident():
     assert [name for name, _ in units[-1].params] == ["embedding.weight"]
 
 
+def test_a_named_class_may_have_the_weights_of_another_one_alone():
+    model = Holder(layers=blocks(2), last=Expert())
+    model.last.up, model.last.down = model.layers[0].up, model.layers[0].down
+    units = check_partition(model, partition(model, ["Block", "Expert"]))
+    assert names(units) == numbered("layers", 2)
+
+
 def test_an_unknown_class_name_lists_existing_ones():
     model = Holder(embedding=nn.Embedding(50, 16), act=nn.ReLU(), layers=blocks(3))
     expected = (
