@@ -178,7 +178,8 @@ class Streaming:
         if streams and device is not None and device.type == "meta":
             self._close_handles(handles_of(self.handles, parameters))
             return to(module, *args, **kwargs)  # type: ignore[no-any-return]
-        if dtype is not None and any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
+        numbers = [t for t in (*parameters, *module.buffers()) if t.is_floating_point() or t.is_complex()]
+        if dtype is not None and any(tensor.dtype != dtype for tensor in numbers):
             self._convert(to, module, dtype)
         if memory_format is not None:
             to(module, memory_format=memory_format)

@@ -198,6 +198,26 @@ def test_a_conversion_of_type_happens(device):
 
 
 @ON_DEVICE
+@pytest.mark.parametrize("moved", [False, True], ids=["at once", "moved before"])
+def test_a_conversion_reaches_buffers_beside_weights_of_that_type(device, moved):
+    """As of rotary embeddings, whose frequencies are FP32 beside weights that were loaded in bfloat16."""
+
+    def scaled():
+        net = blocks().to(torch.bfloat16)
+        net.register_buffer("scale", torch.full((1,), 1.1))
+        return net
+
+    expected = scaled().to(device, torch.bfloat16)
+    with sp_lightning.hf.streaming(window=1):
+        net = scaled()
+        if moved:
+            net.to(device)
+        net.to(device, torch.bfloat16)
+        assert streams(net) and net.scale.dtype is expected.scale.dtype and net.scale.device == expected.scale.device
+        assert torch.equal(net.scale, expected.scale)
+
+
+@ON_DEVICE
 def test_a_layer_is_moved_as_ever(device):
     with sp_lightning.hf.streaming(window=1) as stream:
         layers = nn.Linear(2, 2).to(device), nn.Sequential(nn.ReLU(), nn.LayerNorm(2)).to(device), nn.ReLU().to(device)
