@@ -330,9 +330,9 @@ class Handle:
         return self.scope("forward") if is_first and graph_task() == -1 else contextlib.nullcontext()
 
     def _place_new(self) -> None:
-        """Stream parameters that replaced streamed ones, and keep all other new ones on the device.
+        """Take in parameters that were added or replaced after streaming began; called before the next forward.
 
-        Several devices take none: each would have a weight of its own.
+        A replacement of the same form is streamed; others stay on the device. Several ranks raise instead.
         """
         if self.before_new is not None:
             self.before_new(self.module)
@@ -374,7 +374,7 @@ class Handle:
     # ---- the end
 
     def close(self) -> None:
-        """End streaming, and leave a plain module on the host. Waits for all pending work. Safe twice."""
+        """End streaming, and leave a plain module on the host. Waits for pending work. A second call does nothing."""
         if self.closed:
             return
         self.closed = True

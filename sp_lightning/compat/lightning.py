@@ -88,10 +88,10 @@ def set_epochs(trainer: Any) -> None:
 
 
 def begin_noting_sigterm(trainer: Any) -> None:
-    """Make a Trainer note SIGTERM, to end after its batch, and pass the signal on to processes that it started.
+    """Make a Trainer only note SIGTERM, and stop after the batch; pass the signal on to processes that it launched.
 
-    Replaces Lightning's own handler, which waits in a collective wherever the signal came, for ranks that wait for this
-    one; and its collective before each batch, in which ranks wait for one that has left until its process has ended.
+    Replaces Lightning's handler and its check before each batch: both run collectives, which would hang while other
+    ranks wait elsewhere, or have left. `end_noting_sigterm` undoes this.
     """
     connector = trainer._signal_connector
 
@@ -106,7 +106,7 @@ def begin_noting_sigterm(trainer: Any) -> None:
 
 
 def end_noting_sigterm(trainer: Any) -> None:
-    """Give a Trainer its own handling of SIGTERM back. Safe twice."""
+    """Give a Trainer its own handling of SIGTERM back. A second call does nothing."""
     vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
     vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
 

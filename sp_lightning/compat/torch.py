@@ -97,7 +97,7 @@ def openmp_parallel() -> int | None:
 
 
 def store_within(name: str) -> Any:
-    """Connect anew to the store by which processes of torch.distributed met, with ``name`` before all keys."""
+    """Return a new connection to torch.distributed's default store, all of whose keys begin with ``name``."""
     distributed: Any = torch.distributed
     return distributed.PrefixStore(name, distributed.distributed_c10d._get_default_store()).clone()
 

@@ -86,7 +86,7 @@ class Streaming:
         self.close()
 
     def close(self) -> None:
-        """Make all models plain again, on the host, and put all replaced methods back. Safe twice."""
+        """Make all models plain again, on the host, and put all replaced methods back. A second call does nothing."""
         if self in open_contexts:
             open_contexts.remove(self)
         with self._undo:

@@ -31,7 +31,7 @@ class Unavailable(Exception):
 
 
 def variants() -> dict[str, tuple[str, ...]]:
-    """Return the instructions that each variant for this kind of processor needs."""
+    """Return the variants of the library to compile for this kind of processor, each with the instructions it needs."""
     return VARIANTS.get(platform.machine(), DEFAULT)
 
 

@@ -26,7 +26,7 @@ REGISTRIES = {  # by the package that is imported: the modules with its registri
 
 
 def register(package: str) -> None:
-    """Register "superpipeline" with the Trainer and Fabric of this package, which is imported for that. Safe twice."""
+    """Import a package, and register "superpipeline" with its Trainer and Fabric. A second call does nothing."""
     trainer, fabric, ours = REGISTRIES[package]
     for module, registry, made in (
         (trainer, "StrategyRegistry", (f"{ours}.strategy", "SuperpipelineStrategy")),

@@ -50,14 +50,14 @@ class Alone:
         """Copy the first rank's buffers to all ranks if they are due. Collective; does nothing for one device."""
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one ends by an error. Safe twice; does nothing for one device."""
+        """Tell the other ranks that this one ends by an error. Does nothing at a second call, and for one device."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards exchange no gradients."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """End this rank's threads; ranks that wait for this one raise. Safe twice; does nothing for one device."""
+        """End this rank's threads; ranks that wait for it raise. Does nothing at a second call, and for one device."""
 
 
 class Peers(Team, Alone):  # type: ignore[misc]  # its slabs are shared ones

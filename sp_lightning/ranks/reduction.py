@@ -166,7 +166,10 @@ class SharedGradients(Gradients):
     # ---- exchanges
 
     def _message_of(self, unit: Unit) -> Message:
-        """Return the layout of a unit's message; allocate shared memory for means at its first use, on all ranks."""
+        """Return the layout in which ranks exchange a unit's gradients, made at the first call.
+
+        All ranks call this for units in the same order: the first call for a streamed unit reserves shared memory.
+        """
         if (whose := trained(unit)) not in self._messages:
             message = self._messages[whose] = Message(whose, self._team.local)
             if not unit.is_resident:
@@ -273,7 +276,7 @@ class SharedGradients(Gradients):
         return contents
 
     def _deposit_all(self, sent: list[tuple[Weight, Any]]) -> None:
-        """Put means into `.grad`, in place of what they include (Rule 4); add gradients that were not exchanged."""
+        """Set `.grad` to means, which include what was there (Rule 4); add gradients that were not exchanged."""
         local = []
         with without_dispatch(), torch.no_grad():
             for weight, content in sent:

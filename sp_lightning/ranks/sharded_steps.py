@@ -73,7 +73,7 @@ class SharedSteps(Steps):
     def _start(
         self, unit: Unit, whose: list[Weight], run: Callable[[], None], optimizer: optim.Optimizer | None
     ) -> Future[None]:
-        """Give this rank's part of a unit's step to the thread; return a future of all ranks' parts (Rule 1)."""
+        """Queue this rank's part of a unit's step on the thread; return a future that is done with all ranks' parts."""
         meet, place, count = self._team.board.meet, f"the step of {unit.name}", len(whose)
         ready = meet(Stage.READY, unit.index, count, place, unit.wait_copy)
 
@@ -172,7 +172,7 @@ class SharedSteps(Steps):
 
     @torch.no_grad()
     def _publish(self, unit: Unit) -> None:
-        """Copy this rank's parts of what the user wrote to the truth (Rule 2)."""
+        """Copy this rank's parts of weights that the user edited to the truth, which all ranks read (Rule 2)."""
         part_of = self._team.part_of
         for weight in unit.weights:
             if weight.place is not None:
@@ -267,7 +267,10 @@ class SharedState:
                 del entries[key]
 
     def publish_edits(self) -> None:
-        """Copy this rank's parts of what the user wrote to the state to the truth, also of weights that do not step."""
+        """Copy this rank's parts of optimizer state that the user edited to the truth.
+
+        Called before each step of the unit, for all of its weights.
+        """
         for entry in (entry for entries in self._entries.values() for entry in entries.values()):
             if entry.face._version != entry.version:
                 entry.part.copy_(self._team.part_of(entry.face))
@@ -286,7 +289,10 @@ class SharedState:
         return parts
 
     def put_back(self, weight: Weight, optimizer: optim.Optimizer, made: dict[str, Any], own: dict[str, Any]) -> None:
-        """Put the state that a step of this rank's parts returned into the user's state, as whole tensors."""
+        """Store the state that a step made for this rank's part of a weight; called after each step.
+
+        ``made`` is what the step returned; ``own``, the user's state of the weight, gets whole tensors.
+        """
         for key, value in made.items():
             own[key] = value
             if isinstance(value, Tensor) and value.ndim:

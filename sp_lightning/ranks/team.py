@@ -184,11 +184,11 @@ class Team:
             self.exchanges = before
 
     def close(self) -> None:
-        """End this rank's threads; other ranks that wait for this one raise. Safe twice."""
+        """End this rank's threads; other ranks that wait for this one raise. A second call does nothing."""
         self.board.close()
         self._watch.close()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks of an error. Safe twice."""
+        """Tell the other ranks of an error. A second call does nothing."""
         self.has_failed = True
         self._watch.fail(error)

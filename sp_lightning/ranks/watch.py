@@ -109,12 +109,12 @@ class Watch:
             raise PeerError(str(self.error))
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks of an error, unless they caused it. Safe twice."""
+        """Tell the other ranks of an error, unless they caused it. A second call does nothing."""
         if not isinstance(error, PeerError):
             self._say_failed(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """End the watch, and tell the other ranks, which raise if they wait for this one. Safe twice."""
+        """End the watch, and tell other ranks, which raise if they wait for this one. A second call does nothing."""
         self._end.set()
         self._thread.join()
         while self._ends:
@@ -242,6 +242,6 @@ class Board:
         return all(row[column] >= target for row in self._numbers)
 
     def close(self) -> None:
-        """End the thread; every wait that is left fails. Safe twice."""
+        """End the thread; every wait that is left fails. A second call does nothing."""
         self._is_closed = True
         self._thread.shutdown()

@@ -324,9 +324,9 @@ class Activations:
         )
 
     def run(self, repeat: Callable[..., Any], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a unit's forward with offloading, and by ``repeat`` if it is recomputed.
+        """Run a unit's forward with its activations offloaded, recomputed, both or neither, as the options say.
 
-        Inside of a checkpoint of the user's, with neither.
+        Inside of the user's own checkpoint, just call it. ``repeat`` runs a forward so that backward runs it again.
         """
         if not (self.recomputes or self.offloads):
             return call(*args, **kwargs)

@@ -143,7 +143,10 @@ class Recompute:
         places = {id(value): place for place, value in (*enumerate(args), *kwargs.items())}
 
         def note(tensor: Tensor) -> Any:
-            """Note a tensor among the arguments, by its place or, inside of one, a number; a parameter is passed on."""
+            """Record an input tensor for the second run, and return the record; return a parameter as it is.
+
+            Records are keyed by position or keyword; tensors inside of an argument are numbered.
+            """
             if isinstance(tensor, nn.Parameter):
                 return tensor
             is_direct = id(tensor) in places
