@@ -12,7 +12,9 @@
 from __future__ import annotations
 
 import collections
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -170,6 +172,7 @@ class Steps(UnitSteps):
         self.has_stepped = True
         check_step(optimizer)
         self.adopt(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not steps_by_weight(optimizer):  # its code may look at all weights at once
             if self._makes_trips:
                 raise UnsupportedError(
@@ -178,12 +181,13 @@ class Steps(UnitSteps):
                 )
             if self._device.type != "cpu":
                 say_torch_steps(type(optimizer).__name__, self._device.type, "it is not one of torch's own")
-            self._wait_bytes(optimizer)
-            own_steps.append(optimizer)
-            return None
+            self._begin_own_code(optimizer)
+            if closure is None:
+                return None
+            closed = functools.partial(self._run_closure, optimizer, closure)
+            return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closed})
         own = args[0]  # already a shadow if another stream has weights of the optimizer
         shadow = shadow_of(own, [])
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
 
         def closure_and_step() -> Any:  # also without a closure: the optimizer's own step hooks run first
             """Run the user's closure, give the shadow the parameters that do not stream, and step the others."""
@@ -198,12 +202,20 @@ class Steps(UnitSteps):
         return (shadow, closure_and_step), {}
 
     @staticmethod
-    def _wait_bytes(optimizer: optim.Optimizer) -> None:
-        """Wait until the optimizer's parameters and gradients are final: compiled code reads without waiting."""
+    def _begin_own_code(optimizer: optim.Optimizer) -> None:
+        """Wait until parameters and gradients are final: code that the user's optimizer compiles reads at once."""
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if isinstance(grad := grad_of(param), HostGradient):
                 grad.plain()  # writes of compiled code do not show
                 param.before()
+        own_steps.append(optimizer)
+
+    def _run_closure(self, optimizer: optim.Optimizer, closure: Callable[[], Any]) -> Any:
+        """Run the closure of a user's own optimizer, which is code of the model, and may be compiled as such."""
+        own_steps.clear()
+        loss = closure()
+        self._begin_own_code(optimizer)
+        return loss
 
     def _step_streamed(self, optimizer: optim.Optimizer, groups: dict[int, int]) -> None:
         """Step the streamed weights that have gradients, except for those that were stepped beside backward."""

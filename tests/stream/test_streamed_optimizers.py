@@ -266,6 +266,39 @@ def test_compiled_code_runs_backward_and_sets_gradients_and_what_trains():
     check(Program(steps, Net), "cpu")
 
 
+class Closing(Compiled):
+    """As SAM does, it has its closure run twice, from other weights the second time."""
+
+    def step(self, closure):
+        with torch.enable_grad():
+            first = closure()
+        super().step()
+        with torch.enable_grad():
+            second = closure()
+        super().step()
+        return first + second
+
+
+def test_a_closure_within_compiled_code_of_an_optimizer_runs_a_compiled_model():
+    def steps(run, model):
+        optimizer, losses = run.noted(Closing(model.parameters(), 0.1)), []
+        call = torch.compile(model, backend="eager")
+
+        def closure():
+            model.zero_grad()
+            loss = call(run.x(len(losses))).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        for _ in range(3):
+            losses.append(optimizer.step(closure=closure))
+        return losses
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        check(Program(steps, Net), "cpu")
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_a_compiled_step_steps_streamed_units_eagerly():
     torch._dynamo.reset()
